@@ -1,0 +1,1 @@
+"""Clipping as one number on the device."""

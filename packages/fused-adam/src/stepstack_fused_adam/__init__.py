@@ -1,0 +1,1 @@
+"""Adam(W) in one pass over memory, in mixed precision."""

@@ -1,0 +1,1 @@
+"""The norm of a model's gradient, however it is cut over ranks, devices and dtypes."""

@@ -1,0 +1,1 @@
+"""Any elementwise optimizer, its states spread over a mesh of ranks."""

@@ -1,0 +1,6 @@
+"""What the tests of every package share: ranks on one machine, a tripwire for host syncs, counts of operations."""
+
+from stepstack_testing._operations import HostSyncs, Operations
+from stepstack_testing._ranks import RankError, on_ranks
+
+__all__ = ["HostSyncs", "Operations", "RankError", "on_ranks"]
