@@ -32,17 +32,18 @@ _ESCAPING = ("__array__", "cpu", "numpy", "tolist")
 
 
 class _Recording(TorchDispatchMode):
+    def __init__(self, record: Callable[[str], None]) -> None:
+        super().__init__()
+        self._record = record
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it say what it is made of
         if not any(issubclass(kind, FakeTensor) for kind in types):  # DTensor infers shapes with those
-            self.record(str(func.overloadpacket))
+            self._record(str(func.overloadpacket))
         return func(*args, **(kwargs or {}))
-
-    def record(self, name: str) -> None:
-        raise NotImplementedError
 
 
 class Operations(Counter[str]):
@@ -56,13 +57,7 @@ class Operations(Counter[str]):
     """
 
     def __enter__(self) -> "Operations":
-        counts = self
-
-        class Count(_Recording):
-            def record(self, name: str) -> None:
-                counts[name] += 1
-
-        self._mode = Count()
+        self._mode = _Recording(lambda name: self.update((name,)))
         self._mode.__enter__()
         return self
 
@@ -86,19 +81,13 @@ class HostSyncs(list[str]):
     """
 
     def __enter__(self) -> "HostSyncs":
-        syncs = self
         self.where: list[str] = []
         self._exits = ExitStack()
-
-        class Tripwire(_Recording):
-            def record(self, name: str) -> None:
-                if name in _WAITING:
-                    syncs._note(name)
 
         for name in _ESCAPING:
             method = getattr(torch.Tensor, name)
             self._exits.enter_context(mock.patch.object(torch.Tensor, name, self._noting(name, method)))
-        self._exits.enter_context(Tripwire())
+        self._exits.enter_context(_Recording(lambda name: self._note(name) if name in _WAITING else None))
         return self
 
     def __exit__(self, *error: Any) -> None:
