@@ -33,7 +33,7 @@ _ESCAPING = ("__array__", "cpu", "numpy", "tolist")
 
 class _Recording(TorchDispatchMode):
     def __init__(self, record: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
 
     def __torch_dispatch__(
@@ -57,12 +57,12 @@ class Operations(Counter[str]):
     """
 
     def __enter__(self) -> "Operations":
-        self._mode = _Recording(lambda name: self.update((name,)))
-        self._mode.__enter__()
+        self._exits = ExitStack()
+        self._exits.enter_context(_Recording(lambda name: self.update((name,))))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+        self._exits.close()
 
     def collectives(self) -> dict[str, int]:
         """The c10d operations among them."""
@@ -83,7 +83,6 @@ class HostSyncs(list[str]):
     def __enter__(self) -> "HostSyncs":
         self.where: list[str] = []
         self._exits = ExitStack()
-
         for name in _ESCAPING:
             method = getattr(torch.Tensor, name)
             self._exits.enter_context(mock.patch.object(torch.Tensor, name, self._noting(name, method)))
