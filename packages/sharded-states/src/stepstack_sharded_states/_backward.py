@@ -1,0 +1,110 @@
+"""What happens during backward: gradients arrive, full buckets are launched, the last of them waits."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._bucket import Bucket, Member
+from ._mesh import this_rank
+
+
+class Backward:
+    """Follows the gradients of some buckets: takes each as backward makes it, reduces buckets as they fill.
+
+    Buckets are launched in one fixed order, whatever order they fill in, so that all ranks agree. The end of a
+    backward launches those that are left, and waits.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.synchronising = True
+        self._launched = 0
+        self._running = False
+        self._stepped = False
+
+    def follow(self, bucket: Bucket) -> None:
+        """Take this bucket's gradients from now on; it is launched after those followed before."""
+        self.buckets.append(bucket)
+        for member in bucket.members:
+            hook = _hook(weakref.ref(self), bucket, member)
+            handle = member.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
+
+    def finish(self) -> None:
+        """Reduce what no backward has: accumulated under `no_sync`, or assigned to `.grad` by hand. Collective then."""
+        for bucket in self.buckets:
+            for member in bucket.members:
+                if member.param.grad is not None:
+                    self._start_afresh()
+                    bucket.receive(member)
+        if any(member.unreduced for bucket in self.buckets for member in bucket.members):
+            self._reduce()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for bucket in self.buckets:
+            bucket.zero_grad(set_to_none)
+        self._launched, self._running, self._stepped = 0, False, False
+
+    def stepped(self) -> None:
+        """A step has used the gradients: they can still be looked at, the next one to arrive starts afresh."""
+        self._stepped = True
+
+    def _receive(self, bucket: Bucket, member: Member) -> None:
+        if member.param.data_ptr() != member.address:
+            return  # another optimizer has taken the parameter, or it was moved: then step() says so
+        self._start_afresh()
+        if bucket.reduction is not None:
+            raise RuntimeError(
+                f"{this_rank()}: parameter {member.name!r} got another gradient in the same backward after its bucket "
+                "was reduced, so part of it would be lost. Something inside this backward runs a backward of its own "
+                "(a re-entrant activation checkpoint does): use use_reentrant=False, or run it under no_sync()"
+            )
+        bucket.receive(member)
+        if self.synchronising:
+            self._follow_to_its_end()
+            bucket.arrived.add(member)
+            self._launch_full()
+
+    def _start_afresh(self) -> None:
+        if self._stepped:
+            grads = [(member, member.param.grad) for bucket in self.buckets for member in bucket.members]
+            self.zero_grad(set_to_none=True)
+            for member, grad in grads:
+                member.param.grad = grad
+
+    def _follow_to_its_end(self) -> None:
+        if not self._running:
+            self._running = True
+            # The engine calls back when the backward it is in is over, as FSDP2 and DDP have it do.
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+
+    def _launch_full(self) -> None:
+        while self._launched < len(self.buckets):
+            bucket = self.buckets[self._launched]
+            if len(bucket.arrived) < len(bucket.members):
+                return
+            bucket.launch()
+            self._launched += 1
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        for bucket in self.buckets[self._launched :]:
+            bucket.launch()
+        for work in [bucket.across_replicas() for bucket in self.buckets]:
+            work.wait()
+        for bucket in self.buckets:
+            bucket.finish()
+        self._launched, self._running = 0, False
+
+
+def _hook(backward: "weakref.ref[Backward]", bucket: Bucket, member: Member) -> Callable[[Tensor], Any]:
+    def on_gradient(_: Tensor) -> None:
+        alive = backward()
+        if alive is not None:
+            with torch.no_grad():
+                alive._receive(bucket, member)
+
+    return on_gradient

@@ -1,0 +1,164 @@
+"""A flat buffer of parameters, a flat buffer of their gradients, and who owns which slice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._layout import BucketLayout, dense_stride
+from ._mesh import Pending, Ranks
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a bucket: its gradient's place there, and the piece of both that this rank owns.
+
+    `shard` and `shard_grad` are what callers see: DTensors (1-D, over the mesh) that share memory with the pieces, with
+    nothing in them on a rank that owns nothing. `missing_grad` stands for a gradient that is not there.
+    """
+
+    name: str
+    param: Parameter
+    grad: Tensor
+    address: int
+    interval: tuple[int, int]
+    """The piece, in elements of the padded parameter."""
+    piece: Parameter | None
+    piece_grad: Tensor
+    shard: Tensor
+    shard_grad: Tensor
+    missing_grad: Tensor
+    used: bool = False
+    """Has a gradient in this step."""
+    unreduced: bool = False
+    """Its place in the bucket holds a gradient of this rank that no reduction has seen."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients arrive by `receive`, are reduced by `launch` and `finish`, and parameters go out by `gather`."""
+
+    ranks: Ranks
+    params: Tensor
+    grads: Tensor
+    param_slice: Tensor
+    grad_slice: Tensor
+    members: list[Member] = field(default_factory=list)
+    arrived: set[Member] = field(default_factory=set)
+    """Those whose gradient has come in this backward."""
+    reduction: Pending | None = None
+    """Under way, from its launch to the end of backward."""
+    reduced: bool = False
+    """The slice holds what earlier backwards of this step have reduced."""
+    carried: Tensor | None = None
+    """That, set aside while the slice is needed for another backward."""
+
+    def receive(self, member: Member) -> None:
+        """Move `param.grad` into the bucket: copy the first of a step, add the later ones."""
+        grad = member.param.grad
+        assert grad is not None
+        if self.reduced:
+            self._set_aside()
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if member.unreduced:
+            member.grad.add_(grad)
+        else:
+            member.grad.copy_(grad)
+        member.param.grad = None
+        member.unreduced = member.used = True
+
+    def launch(self) -> None:
+        """Start the reduction. Every rank launches its buckets in the same order."""
+        if self.reduced:
+            self._set_aside()
+        missing = [member.grad for member in self.members if not member.unreduced]
+        if len(missing) == len(self.members):
+            self.grads.zero_()
+        elif missing:
+            torch._foreach_zero_(missing)
+        self.reduction = self.ranks.reduce_scatter_mean(self.grads, self.grad_slice)
+
+    def across_replicas(self) -> Pending:
+        """Wait for the reduction inside the shard axis and start the one over the replicate axis."""
+        assert self.reduction is not None
+        self.reduction.wait()
+        return self.ranks.all_reduce_mean(self.grad_slice)
+
+    def finish(self) -> None:
+        """The reduction is done: add what earlier backwards left and give the pieces their gradients."""
+        if self.carried is not None:
+            self.grad_slice.add_(self.carried)
+        self.reduction, self.carried, self.reduced = None, None, True
+        self.arrived.clear()
+        for member in self.members:
+            member.unreduced = False
+            if member.used:
+                _show(member, member.shard_grad)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradients, or set those that are there to zero."""
+        if self.reduction is not None:  # of a backward that never came to its end
+            self.reduction.wait()
+        self.reduction, self.carried, self.reduced = None, None, False
+        self.arrived.clear()
+        if not set_to_none:
+            self.grads.zero_()
+        for member in self.members:
+            member.param.grad = None
+            member.unreduced = member.used = member.used and not set_to_none
+            _show(member, None)
+
+    def gather(self) -> Pending:
+        """Start to give every rank of the shard axis all slices of the parameters."""
+        return self.ranks.all_gather(self.params, self.param_slice)
+
+    def _set_aside(self) -> None:
+        self.carried, self.reduced = self.grad_slice.clone(), False
+
+
+def build(layout: BucketLayout, params: Sequence[tuple[str, Parameter]], ranks: Ranks) -> Bucket:
+    """Move parameters into a new bucket: each becomes a view of it, with the strides it had.
+
+    All ranks call this; they start with the values of the mesh's first rank.
+    """
+    like = params[0][1]
+    first = ranks.shard * layout.slice_numel
+    flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
+    grads = torch.zeros_like(flat)
+    mine = slice(first, first + layout.slice_numel)
+    bucket = Bucket(ranks, flat, grads, flat[mine], grads[mine])
+    missing = ranks.sharded(grads[:0], 0)
+    for position, (name, param) in enumerate(params):
+        start, stride = layout.starts[position], dense_stride(param.shape, param.stride())
+        home = flat.as_strided(param.shape, stride, start)
+        home.copy_(param.detach())
+        param.data = home
+        piece = slice(*layout.piece(position, ranks.shard))
+        padded = layout.stops[position] - start
+        member = Member(
+            name,
+            param,
+            grad=grads.as_strided(param.shape, stride, start),
+            address=param.data_ptr(),
+            interval=(piece.start - start, piece.stop - start),
+            piece=Parameter(flat[piece]) if piece.start < piece.stop else None,
+            piece_grad=grads[piece],
+            shard=ranks.sharded(flat[piece], padded),
+            shard_grad=ranks.sharded(grads[piece], padded),
+            missing_grad=missing,
+        )
+        bucket.members.append(member)
+        _show(member, None)
+    ranks.broadcast(flat)
+    return bucket
+
+
+def _show(member: Member, grad: Tensor | None) -> None:
+    """Let everybody who looks for this parameter's gradient find it, or find that there is none."""
+    member.shard.grad = grad
+    member.param.grad_shard = member.missing_grad if grad is None else grad  # type: ignore[attr-defined]
+    if member.piece is not None:
+        member.piece.grad = None if grad is None else member.piece_grad

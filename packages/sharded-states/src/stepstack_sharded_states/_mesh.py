@@ -1,0 +1,154 @@
+"""The ranks that states are spread over: which hold shards, which hold replicas, and what they tell each other."""
+
+import socket
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+# torch 2.13 deprecates the older names of these two.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def within_node_mesh(process_group: ProcessGroup | None = None, size: int | None = None) -> DeviceMesh:
+    """A mesh (replicate, shard) that shards within a node and replicates across nodes.
+
+    Every rank of `process_group` (default: the default group) calls this and gets the mesh of that group's ranks.
+    `size` ranks share a shard group; None takes the ranks that share a host name. With `size` given, ranks count in
+    the group's order, so neighbours shard together.
+
+    Raises ValueError where the ranks don't divide into nodes of equal size.
+    """
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("within_node_mesh needs a process group: call torch.distributed.init_process_group first")
+    ranks = dist.get_process_group_ranks(group)
+    if size is None:
+        ranks, size = _by_host(ranks, group)
+    if size < 1 or len(ranks) % size:
+        raise ValueError(
+            f"rank {dist.get_rank()}: {len(ranks)} ranks don't divide into nodes of {size}; "
+            f"give a size that divides {len(ranks)}"
+        )
+    grid = torch.tensor(ranks).view(-1, size)
+    # Each rank makes the groups it is in, and only those: other data-parallel groups may do the same at the same time.
+    return DeviceMesh.from_group(
+        [_group_with_this_rank(grid.T), _group_with_this_rank(grid)],
+        "cuda" if "nccl" in dist.get_backend(group) else "cpu",
+        mesh=grid,
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+class Ranks:
+    """A mesh seen from one rank: 1-d (shard), 2-d (replicate, shard), or None, this process alone.
+
+    Methods named after a collective are that collective: every rank of the mesh calls them, in the same order.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, device_type: str) -> None:
+        if mesh is None and dist.is_initialized():
+            mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        self.mesh = mesh
+        self.shards, self.shard, self.replicas = 1, 0, 1
+        if mesh is None:
+            return
+        rank = dist.get_rank()
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"rank {rank}: mesh must be (shard) or (replicate, shard), got {mesh.ndim} axes: {mesh}")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {rank} is not in the mesh {mesh.mesh.tolist()}: give it a mesh that it is in")
+        if mesh.device_type != device_type:
+            raise ValueError(
+                f"rank {rank}: the parameters are on {device_type!r}, the mesh is of {mesh.device_type!r} devices; "
+                f"move the model with .to({mesh.device_type!r}) before the optimizer is made, or give another mesh"
+            )
+        self._shard_group = mesh.get_group(mesh.ndim - 1)
+        self._replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
+        self._placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+
+    def sharded(self, local: Tensor, numel: int) -> Tensor:
+        """`local` as this rank's part of a 1-D DTensor of `numel` elements, sharing memory; itself without a mesh."""
+        if self.mesh is None:
+            return local
+        return DTensor.from_local(
+            local, self.mesh, self._placements, run_check=False, shape=torch.Size((numel,)), stride=(1,)
+        )
+
+    def reduce_scatter_mean(self, flat: Tensor, mine: Tensor) -> "Pending":
+        """Start to leave in `mine`, this rank's slice of `flat`, the mean over the shard axis."""
+        if self.shards == 1:
+            return Pending(None)
+        return Pending(_reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._shard_group, async_op=True))
+
+    def all_reduce_mean(self, shard: Tensor) -> "Pending":
+        """Start to leave in `shard` the mean over the replicate axis."""
+        if self.replicas == 1:
+            return Pending(None)
+        return Pending(dist.all_reduce(shard, op=dist.ReduceOp.AVG, group=self._replicate_group, async_op=True))
+
+    def all_gather(self, flat: Tensor, mine: Tensor) -> "Pending":
+        """Start to fill `flat` with the slices of the ranks of the shard axis."""
+        if self.shards == 1:
+            return Pending(None)
+        return Pending(_all_gather(flat, mine, group=self._shard_group, async_op=True))
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Give every rank of the mesh what its first rank has."""
+        if self.replicas > 1:
+            dist.broadcast(flat, group=self._replicate_group, group_src=0)
+        if self.shards > 1:
+            dist.broadcast(flat, group=self._shard_group, group_src=0)
+
+    def all_reduce_max(self, value: Tensor) -> None:
+        """Leave in `value` the maximum over the mesh."""
+        if self.shards > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._shard_group)
+        if self.replicas > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._replicate_group)
+
+
+class Pending:
+    """A collective under way, or None where there was none to start."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Make what follows (on the device's stream, or here) see the result. A second wait does nothing."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def this_rank() -> str:
+    """How an error names this process."""
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+
+
+def _by_host(ranks: list[int], group: ProcessGroup) -> tuple[list[int], int]:
+    """The ranks ordered by host, and how many share one."""
+    names: list[str] = [""] * len(ranks)
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    nodes: dict[str, list[int]] = {}
+    for rank, name in zip(ranks, names, strict=True):
+        nodes.setdefault(name, []).append(rank)
+    sizes = {name: len(node) for name, node in nodes.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"rank {dist.get_rank()}: nodes of unequal size can't share one mesh: {sizes}; give a size")
+    return [rank for node in nodes.values() for rank in node], len(ranks) // len(nodes)
+
+
+def _group_with_this_rank(rows: Iterable[Tensor]) -> ProcessGroup:
+    rank = dist.get_rank()
+    row = next(row.tolist() for row in rows if rank in row.tolist())
+    group = dist.new_group(row, use_local_synchronization=True, sort_ranks=False)
+    assert isinstance(group, ProcessGroup)
+    return group

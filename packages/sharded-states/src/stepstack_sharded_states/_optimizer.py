@@ -1,0 +1,231 @@
+"""`ShardedOptimizer`: the optimizer that a training loop holds."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ._backward import Backward
+from ._bucket import Member, build
+from ._layout import Entry, plan
+from ._mesh import Ranks, this_rank
+from ._params import Group, read_groups, refuse
+from ._state import from_inner, to_inner
+
+
+class ShardedOptimizer(Optimizer):
+    """Any elementwise torch optimizer, its states spread over the ranks of a mesh (ZeRO stages 1 and 2's idea, see
+    Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
+
+        optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-4)
+        loss.backward()        # gradients are averaged over the ranks while backward runs
+        optimizer.step()       # each rank steps the slice it owns, then gathers the others' slices
+        optimizer.zero_grad()
+
+    is what DistributedDataParallel with `torch.optim.AdamW` computes, at 1/n of the memory for states.
+
+    Parameters
+    - params: as torch's optimizers take them: parameters, (name, parameter) pairs, or groups of either. Floating point,
+      on one type of device, their module already in its final place, dtype and memory format: from here on they are
+      views of flat buffers. Those with `requires_grad=False` stay out.
+    - optimizer_class: what steps the slices, and gets the keyword arguments left over. Elementwise: its update of an
+      element may depend on nothing but that element's history.
+    - mesh: (shard) or (replicate, shard), of torch.distributed.device_mesh. None is the default process group, or this
+      process alone where there is none. Every rank of the mesh makes the optimizer with the same parameters in the same
+      order; all start with the values of its first rank.
+    - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
+
+    Gradients: in backward, each is moved into its bucket, so a model's `.grad` is None afterwards; `grad_shards()`, and
+    `grad_shard` on each parameter, say what it has become. Every backward that is not under `no_sync()` ends with the
+    mean over the mesh, added to what earlier ones left. A step uses gradients up: the next backward starts afresh, with
+    or without `zero_grad()`. A parameter without a gradient is skipped as torch skips it; which ones have one must be
+    the same on all ranks.
+
+    Loss scaling and deferred clipping: attributes `grad_scale` (divides) and `found_inf` (not 0: nothing changes), as
+    in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
+    optimizer_class without them works too, at the price of one wait for the device in a step that has a `found_inf`.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        *,
+        mesh: DeviceMesh | None = None,
+        bucket_cap_mb: float = 25.0,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise TypeError(f"{this_rank()}: optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"{this_rank()}: bucket_cap_mb must be positive, got {bucket_cap_mb}")
+        groups = read_groups(params)
+        device_type = mesh.device_type if mesh is not None else _first(groups).device.type
+        refuse(groups, device_type)
+        self._ranks, self._device_type = Ranks(mesh, device_type), device_type
+        self._capacity = bucket_cap_mb * 2**20
+        self._backward = Backward()
+        self._groups: list[Group] = []
+        self._distribute(groups)
+        self._inner = optimizer_class([_inner_group(group) for group in groups], **optimizer_kwargs)
+        super().__init__([_outer_group(group) for group in groups], self._inner.defaults)
+        self._groups = groups
+        _copy_options(self._inner.param_groups, self.param_groups)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step the slice that this rank owns and gather the others'. Every rank of the mesh calls this."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_parameters()
+        self._backward.finish()
+        _copy_options(self.param_groups, self._inner.param_groups)
+        self._step_inner()
+        for work in [bucket.gather() for bucket in self._backward.buckets]:
+            work.wait()
+        _copy_options(self._inner.param_groups, self.param_groups)
+        self._backward.stepped()
+        return loss
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; or, with `set_to_none=False`, go on from zero for those that are there."""
+        self._backward.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def grad_shards(self) -> list[Tensor]:
+        """The averaged gradients, one for each parameter, in the order of `param_groups`: 1-D DTensors over the mesh,
+        empty where there is no gradient or where other ranks own it; plain tensors where there is no mesh.
+
+        A parameter's last 64 elements may be padding, zero. Every rank of the mesh calls this: gradients that no
+        backward has reduced (accumulated under `no_sync()`, assigned by hand) are reduced now.
+        """
+        self._backward.finish()
+        grads = ((member.shard.grad, member.missing_grad) for member in self._members())
+        return [missing if grad is None else grad for grad, missing in grads]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate, on this rank. The first one outside reduces the sum."""
+        before, self._backward.synchronising = self._backward.synchronising, False
+        try:
+            yield
+        finally:
+            self._backward.synchronising = before
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, in buckets of their own, between steps. Every rank of the mesh calls this."""
+        if not self._groups:  # torch's constructor adds what ours has cut already
+            super().add_param_group(param_group)
+            return
+        groups = read_groups([param_group], first_group=len(self._groups))
+        refuse(groups, self._device_type, taken=[param for group in self._groups for _, param in group.params])
+        self._distribute(groups)
+        self._inner.add_param_group(_inner_group(groups[0]))
+        super().add_param_group(_outer_group(groups[0]))
+        self._groups += groups
+        _copy_options(self._inner.param_groups, self.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, for the same rank of a run with the same mesh, parameters and buckets.
+
+        torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are.
+        """
+        _copy_options(self.param_groups, self._inner.param_groups)
+        return from_inner(self._inner.state_dict(), self._groups, self._ranks)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one."""
+        self._inner.load_state_dict(to_inner(state_dict, self._groups, self._ranks))
+        _copy_options(self._inner.param_groups, self.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
+
+    @torch.no_grad()
+    def _distribute(self, groups: list[Group]) -> None:
+        """Move the parameters into buckets, follow their gradients, and note in each group its members."""
+        params = [(number, name, param) for number, group in enumerate(groups) for name, param in group.params]
+        entries = [
+            Entry(param.numel(), number, (param.device, param.dtype), param.element_size())
+            for number, _, param in params
+        ]
+        members: dict[int, Member] = {}
+        for layout in plan(entries, self._ranks.shards, self._capacity):
+            bucket = build(layout, [params[index][1:] for index in layout.members], self._ranks)
+            self._backward.follow(bucket)
+            members |= zip(layout.members, bucket.members, strict=True)
+        for index, (number, _, _) in enumerate(params):
+            groups[number].members.append(members[index])
+
+    def _members(self) -> Iterator[Member]:
+        return (member for group in self._groups for member in group.members)
+
+    def _check_parameters(self) -> None:
+        """A parameter that has left its bucket would go on untrained, as would one that was unfrozen."""
+        for member in self._members():
+            if member.param.data_ptr() != member.address:
+                raise RuntimeError(
+                    f"{this_rank()}: parameter {member.name!r} has left its bucket (.to(), a new memory format, "
+                    "param.data = …, another ShardedOptimizer): make the optimizer after that, and only one"
+                )
+        for group in self._groups:
+            for name, param in group.frozen:
+                if param.requires_grad:
+                    raise RuntimeError(
+                        f"{this_rank()}: parameter {name!r} was frozen when the optimizer was made and so is not in "
+                        "it: add it with add_param_group"
+                    )
+
+    def _step_inner(self) -> None:
+        """Hand on `grad_scale` and `found_inf` for this step; do their work for an optimizer that doesn't know them."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None:
+            flag = (found_inf != 0).to(found_inf.dtype)  # of NaN too, which a maximum may lose
+            self._ranks.all_reduce_max(flag)
+            found_inf.copy_(flag)
+        if getattr(self._inner, "_step_supports_amp_scaling", False):
+            self._inner.grad_scale, self._inner.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+            try:
+                self._inner.step()
+            finally:
+                del self._inner.grad_scale, self._inner.found_inf  # type: ignore[attr-defined]
+            return
+        if found_inf is not None and found_inf.item():  # the one wait: this optimizer can't read it on the device
+            return
+        grads = [member.piece_grad for member in self._members() if member.piece is not None and member.used]
+        if grad_scale is not None and grads:
+            torch._foreach_div_(grads, grad_scale)
+        self._inner.step()
+
+
+def _first(groups: list[Group]) -> Tensor:
+    return next(param for group in groups for _, param in group.params)
+
+
+def _inner_group(group: Group) -> dict[str, Any]:
+    return {**group.options, "params": [member.piece for member in group.members if member.piece is not None]}
+
+
+def _outer_group(group: Group) -> dict[str, Any]:
+    shards = [(member.name, member.shard) if group.named else member.shard for member in group.members]
+    return {**group.options, "params": shards}
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Learning rates and the like: whoever changed them last, the loop or the inner optimizer, is followed."""
+    for ours, theirs in zip(source, target, strict=True):
+        theirs |= {key: value for key, value in ours.items() if key not in ("params", "param_names")}

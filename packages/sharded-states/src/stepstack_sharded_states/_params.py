@@ -1,0 +1,88 @@
+"""What a caller may hand to an optimizer, read and checked once."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from ._bucket import Member
+from ._mesh import this_rank
+
+
+@dataclass(eq=False)
+class Group:
+    """A parameter group: its options, its trainable parameters by name, and, once in buckets, its members."""
+
+    options: dict[str, Any]
+    params: list[tuple[str, Parameter]]
+    frozen: list[tuple[str, Parameter]]
+    named: bool
+    """The names are the caller's, not ours."""
+    members: list[Member] = field(default_factory=list)
+
+
+def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
+    """Groups from what torch's optimizers take: parameters, (name, parameter) pairs, or dicts with either in "params".
+
+    Raises TypeError for what is none of these, ValueError where there is nothing to train.
+    """
+    if isinstance(params, Tensor):
+        raise TypeError(f"{this_rank()}: params must be an iterable of parameters or of dicts, got one tensor")
+    items = list(params)
+    if not items:
+        raise ValueError(f"{this_rank()}: no parameters: params is empty (a generator that was used up before?)")
+    dicts = items if isinstance(items[0], dict) else [{"params": items}]
+    groups = [_read_group(group, first_group + number) for number, group in enumerate(dicts)]
+    if not any(group.params for group in groups):
+        raise ValueError(f"{this_rank()}: no parameters: none of those given has requires_grad=True")
+    return groups
+
+
+def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] = ()) -> None:
+    """Raise for a parameter that can't be sharded, by name: given twice, on another type of device, sharded already."""
+    names: dict[Parameter, str] = dict.fromkeys(taken, "this optimizer")
+    for group in groups:
+        for name, param in group.params + group.frozen:
+            where = f"{this_rank()}: parameter {name!r}"
+            if param in names:
+                raise ValueError(f"{where} is given twice, it is in {names[param]} too: give each parameter once")
+            names[param] = repr(name)
+        for name, param in group.params:
+            where = f"{this_rank()}: parameter {name!r}"
+            if isinstance(param, DTensor):
+                raise TypeError(
+                    f"{where} is a DTensor, sharded already (by FSDP2, say): give it to the optimizer itself, "
+                    "for example FusedAdamW(model.parameters()), whose states are then sharded alike"
+                )
+            if not param.is_leaf:
+                raise ValueError(f"{where} is the result of an operation; only leaf tensors can be trained")
+            if param.device.type != device_type:
+                raise ValueError(
+                    f"{where} is on {str(param.device)!r}, but the states are to be spread over {device_type!r} "
+                    f"devices: move the model there before the optimizer is made, or give another mesh"
+                )
+
+
+def _read_group(group: Any, number: int) -> Group:
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"{this_rank()}: parameter group {number} must be a dict with 'params', got {type(group)}")
+    given = group["params"]
+    if isinstance(given, set):
+        raise TypeError(f"{this_rank()}: parameter group {number} is a set, whose order changes from run to run")
+    items = [given] if isinstance(given, Tensor) else list(given)
+    pairs = [
+        item if isinstance(item, tuple) else (f"{position} of group {number}", item)
+        for position, item in enumerate(items)
+    ]
+    for name, param in pairs:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"{this_rank()}: parameter {name!r} must be a tensor, got {type(param)}")
+    return Group(
+        options={key: value for key, value in group.items() if key != "params"},
+        params=[(name, param) for name, param in pairs if param.requires_grad],
+        frozen=[(name, param) for name, param in pairs if not param.requires_grad],
+        named=any(isinstance(item, tuple) for item in items),
+    )
