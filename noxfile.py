@@ -1,125 +1,133 @@
 """Every chore of the house: `nox -l` lists them.
 
-The everyday sessions share one environment, `.venv`, which `dev` makes: a fresh torch per session would cost
-minutes, and nox has no option for a shared environment, so these sessions run without one of nox's own.
-`isolated` is the exception: one wheel, in an environment with only what it declares.
+The everyday sessions share one environment, `.venv`, which `dev` makes: a fresh torch per session would cost half
+a minute, and nox has no option for a shared environment, so these sessions run without one of nox's own.
+`isolated` is the exception: a wheel, in a fresh environment with only what it declares.
 """
 
 import hashlib
 import os
-import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import nox
 from nox.project import dependency_groups, load_toml
 
 ROOT = Path(__file__).parent
-VENV = ROOT / ".venv"
-BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 FOLDERS = {
     path.parent.name: path.parent
     for kind in ("packages", "integration")
     for path in sorted(ROOT.glob(f"{kind}/*/pyproject.toml"))
 }
-TOOLS = ["editables", "hatchling>=1.27", "matplotlib>=3.8", "mypy>=1.15", "ruff>=0.11", "tqdm>=4.66"]
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+TOOLS = ["editables", "hatchling>=1.27", "matplotlib>=3.8", "mypy>=1.15", "nox>=2025.2.9", "ruff>=0.11", "tqdm>=4.66"]
 
-os.environ["PIP_CONSTRAINT"] = str(ROOT / "ci" / "constraints.txt")
+nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "types", "tests"]
-nox.options.reuse_existing_virtualenvs = True
+os.environ["PIP_CONSTRAINT"] = str(CONSTRAINTS)
 
 
 @nox.session(venv_backend="none")
 def dev(session):
-    """Make `.venv`: every package, editable, with its test group and the tools. Quick when nothing changed."""
-    inputs = [
-        ROOT / "noxfile.py",
-        ROOT / "ci" / "constraints.txt",
-        *(folder / "pyproject.toml" for folder in FOLDERS.values()),
-    ]
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    """Make `.venv`: every package, editable, and what the tests and tools need. Quick when nothing changed."""
+    groups = {requirement for folder in FOLDERS.values() for requirement in test_group(folder)}
+    wanted = [*TOOLS, *sorted(requirement for requirement in groups if not requirement.startswith("stepstack"))]
     stamp = VENV / "made-from.sha256"
-    if stamp.exists() and stamp.read_text() == wanted:
+    made_from = fingerprint(wanted, [CONSTRAINTS, *(folder / "pyproject.toml" for folder in FOLDERS.values())])
+    if stamp.exists() and stamp.read_text() == made_from:
         return
     if not BIN.exists():
-        session.run(sys.executable, "-m", "venv", str(VENV))
-    groups = {requirement for folder in FOLDERS.values() for requirement in test_group(folder)} - {"stepstack-testing"}
-    pip = [str(BIN / "python"), "-m", "pip", "install", "--quiet"]
-    session.run(*pip, *TOOLS)
-    editable = [word for folder in FOLDERS.values() for word in ("--editable", str(folder))]
-    session.run(*pip, "--no-build-isolation", *editable, *sorted(groups))
-    stamp.write_text(wanted)
+        session.run(sys.executable, "-m", "venv", VENV)
+    session.log("Installing into .venv; torch is large, so the first time takes a minute or two.")
+    pip_install = ("-m", "pip", "install", "--quiet")
+    python(session, *pip_install, *wanted)
+    editable = [word for folder in FOLDERS.values() for word in ("--editable", folder)]
+    python(session, *pip_install, "--no-build-isolation", *editable)
+    stamp.write_text(made_from)
+
+
+@nox.session(venv_backend="none")
+def demo(session):
+    """Train a small GPT on the standard library's sources: -- [--steps N] [--ranks N] [--resume DIR] …"""
+    dev(session)
+    # Ctrl-C reaches the training too, which then writes a checkpoint; nox would kill it after 0.3 s.
+    python(session, ROOT / "docs" / "examples" / "train_gpt.py", *session.posargs, interrupt_timeout=60)
 
 
 @nox.session(venv_backend="none")
 def tests(session):
-    """All tests. `tests(gradnorm)` and the like run one package's."""
+    """All tests: -- [pytest's arguments]"""
     dev(session)
     python(session, "-m", "pytest", *session.posargs)
 
 
-def tests_of(folder, session):
-    dev(session)
-    python(session, "-m", "pytest", str(folder / "tests"), *session.posargs)
-
-
-def isolated(folder, session):
-    """Build the wheel and run its tests with nothing but what it declares (and its test group)."""
-    wheels = Path(session.create_tmp()) / "wheels"
-    shutil.rmtree(wheels, ignore_errors=True)
-    session.install("hatchling>=1.27")
-    session.run(
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(wheels),
-        *map(str, FOLDERS.values()),
-    )
-    session.install(
-        "--find-links",
-        str(wheels),
-        load_toml(folder / "pyproject.toml")["project"]["name"],
-        *test_group(folder),
-    )
-    session.run(
-        "python",
-        "-m",
-        "pytest",
-        "--config-file",
-        str(ROOT / "pyproject.toml"),
-        str(folder / "tests"),
-        *session.posargs,
-    )
-
-
 for name, folder in FOLDERS.items():
-    nox.session(partial(tests_of, folder), name=f"tests({name})", venv_backend="none", default=False)
-    nox.session(partial(isolated, folder), name=f"isolated({name})", default=False)
+
+    @nox.session(name=f"tests({name})", venv_backend="none", default=False)
+    def only(session, folder=folder):
+        """The tests of this folder: -- [pytest's arguments]"""
+        dev(session)
+        python(session, "-m", "pytest", folder, *session.posargs)
+
+
+@nox.session(default=False, reuse_venv=False)
+@nox.parametrize("folder", [nox.param(folder, id=name) for name, folder in FOLDERS.items()])
+def isolated(session, folder):
+    """Build the wheel and test it in a fresh environment with nothing but what it declares."""
+    wheels = Path(session.create_tmp()) / "wheels"
+    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, *FOLDERS.values())
+    # Whatever is ours comes from here, never from an index; what nobody asks for is not installed.
+    ours = wheels / "constraints.txt"
+    lines = [f"{wheel.name.split('-')[0]} @ {wheel.resolve().as_uri()}\n" for wheel in wheels.glob("*.whl")]
+    ours.write_text("".join(lines))
+    distribution = load_toml(folder / "pyproject.toml")["project"]["name"]
+    session.install("--constraint", ours, distribution, *test_group(folder))
+    session.run("pytest", folder / "tests", *session.posargs)  # `python -m pytest` would put this folder on the path
 
 
 @nox.session(venv_backend="none")
 def lint(session):
-    """ruff: rules and formatting."""
+    """ruff, rules and formatting: -- [--fix]"""
     dev(session)
-    session.run(str(BIN / "ruff"), "check", *session.posargs)
-    session.run(str(BIN / "ruff"), "format", "--check")
+    session.run(BIN / "ruff", "check", *session.posargs)
+    session.run(BIN / "ruff", "format", "--check")
 
 
 @nox.session(venv_backend="none")
 def types(session):
     """mypy, strict, on every `src`."""
     dev(session)
-    for folder in FOLDERS.values():
-        python(session, "-m", "mypy", str(folder / "src"))
+    python(session, "-m", "mypy", *(folder / "src" for folder in FOLDERS.values()))
 
 
-def python(session, *arguments):
-    session.run(str(BIN / "python"), *arguments)
+@nox.session(venv_backend="none", default=False)
+def gpu(session):
+    """The tests that need a GPU; skipped where there is none."""
+    dev(session)
+    nothing_collected = 5
+    python(session, "-m", "pytest", "-m", "gpu", *session.posargs, success_codes=[0, nothing_collected])
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session):
+    """The benchmarks, all or of some folders: -- [gradnorm] [fused-adam] …"""
+    dev(session)
+    for name in session.posargs or FOLDERS:
+        if name not in FOLDERS:
+            session.error(f"no folder {name!r} here; there are {', '.join(FOLDERS)}")
+        for benchmark in sorted(FOLDERS[name].glob("benchmarks/bench_*.py")):
+            python(session, benchmark)
+
+
+def python(session, *arguments, **options):
+    session.run(BIN / "python", *arguments, **options)
 
 
 def test_group(folder):
     return dependency_groups(load_toml(folder / "pyproject.toml"), "test")
+
+
+def fingerprint(words, files):
+    return hashlib.sha256(b"\0".join([*map(str.encode, words), *(file.read_bytes() for file in files)])).hexdigest()
