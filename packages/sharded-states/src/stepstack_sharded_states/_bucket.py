@@ -45,6 +45,8 @@ class Bucket:
     grads: Tensor
     param_slice: Tensor
     grad_slice: Tensor
+    padding: Tensor
+    """Where this rank's slice holds no parameter (indices)."""
     members: list[Member] = field(default_factory=list)
     arrived: set[Member] = field(default_factory=set)
     """Those whose gradient has come in this backward."""
@@ -91,6 +93,8 @@ class Bucket:
         """The reduction is done: add what earlier backwards left and give the pieces their gradients."""
         if self.carried is not None:
             self.grad_slice.add_(self.carried)
+        if self.padding.numel():  # it stays zero, though callers may multiply a shard by a coefficient that is NaN
+            self.grad_slice.index_fill_(0, self.padding, 0)
         self.reduction, self.carried, self.reduced = None, None, True
         self.arrived.clear()
         for member in self.members:
@@ -129,7 +133,10 @@ def build(layout: BucketLayout, params: Sequence[tuple[str, Parameter]], ranks: 
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
     grads = torch.zeros_like(flat)
     mine = slice(first, first + layout.slice_numel)
-    bucket = Bucket(ranks, flat, grads, flat[mine], grads[mine])
+    padding = torch.ones(layout.numel, dtype=torch.bool, device=like.device)
+    for start, (_, param) in zip(layout.starts, params, strict=True):
+        padding[start : start + param.numel()] = False
+    bucket = Bucket(ranks, flat, grads, flat[mine], grads[mine], padding[mine].nonzero().squeeze(1))
     missing = ranks.sharded(grads[:0], 0)
     for position, (name, param) in enumerate(params):
         start, stride = layout.starts[position], dense_stride(param.shape, param.stride())

@@ -133,6 +133,9 @@ class ShardedOptimizer(Optimizer):
         groups = read_groups([param_group], first_group=len(self._groups))
         refuse(groups, self._device_type, taken=[param for group in self._groups for _, param in group.params])
         self._distribute(groups)
+        added = [param for _, param in groups[0].params]
+        for group in self._groups:
+            group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
         self._inner.add_param_group(_inner_group(groups[0]))
         super().add_param_group(_outer_group(groups[0]))
         self._groups += groups

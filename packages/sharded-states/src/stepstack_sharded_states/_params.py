@@ -31,6 +31,8 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     """
     if isinstance(params, Tensor):
         raise TypeError(f"{this_rank()}: params must be an iterable of parameters or of dicts, got one tensor")
+    if isinstance(params, set):
+        raise TypeError(f"{this_rank()}: params is a set, whose order changes from run to run: give a list")
     items = list(params)
     if not items:
         raise ValueError(f"{this_rank()}: no parameters: params is empty (a generator that was used up before?)")
@@ -59,6 +61,8 @@ def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] =
                 )
             if not param.is_leaf:
                 raise ValueError(f"{where} is the result of an operation; only leaf tensors can be trained")
+            if param.device.type == "meta":
+                raise ValueError(f"{where} is on the meta device: give the model memory and values (to_empty) first")
             if param.device.type != device_type:
                 raise ValueError(
                     f"{where} is on {str(param.device)!r}, but the states are to be spread over {device_type!r} "

@@ -1,0 +1,279 @@
+"""A step: what it skips, what it costs, what it remembers."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from stepstack_sharded_states import ShardedOptimizer, within_node_mesh
+from stepstack_testing import HostSyncs, Operations, on_ranks
+
+INNER = {
+    "fused": lambda params, **kwargs: ShardedOptimizer(params, torch.optim.AdamW, fused=True, lr=0.1, **kwargs),
+    "plain": lambda params, **kwargs: ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, **kwargs),
+}
+
+
+def everything(optimizer):
+    inner = optimizer._inner
+    tensors = [p for group in inner.param_groups for p in group["params"]]
+    states = [value for p in tensors for value in inner.state[p].values()]
+    return [t.detach().clone() for t in tensors + states]
+
+
+@pytest.mark.parametrize("bad", [1.0, 2.0, float("nan")])
+@pytest.mark.parametrize("make", INNER.values(), ids=INNER)
+def test_a_skipped_step_changes_nothing_on_any_rank(make, bad):
+    def check(rank):
+        p = nn.Parameter(torch.linspace(0, 1, 100))
+        optimizer = make([p])
+        p.square().sum().backward()
+        optimizer.step()
+        before = everything(optimizer)
+        optimizer.found_inf = torch.tensor(bad if rank == 1 else 0.0)
+        optimizer.step()
+        assert optimizer.found_inf == 1
+        del optimizer.found_inf
+        return all(torch.equal(a, b) for a, b in zip(before, everything(optimizer), strict=True))
+
+    assert on_ranks(3, check) == [True] * 3
+
+
+@pytest.mark.parametrize("make", INNER.values(), ids=INNER)
+def test_grad_scale_divides(make):
+    def check(rank, scale):
+        p = nn.Parameter(torch.linspace(0, 1, 100))
+        optimizer = make([p], eps=1.0)
+        for _ in range(3):
+            (scale * p.square().sum()).backward()
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+        return p.detach().clone()
+
+    scaled, plain = on_ranks(2, check, 1024.0), on_ranks(2, check, 1.0)
+    assert torch.equal(scaled[0], plain[0])
+    assert torch.equal(scaled[0], scaled[1])
+
+
+@pytest.mark.parametrize("order", ["step", "unscale, clip, step"])
+@pytest.mark.parametrize("make", INNER.values(), ids=INNER)
+def test_torch_scaler_and_torch_clip_see_what_is_sharded(make, order):
+    def check(rank):
+        p, small = nn.Parameter(torch.linspace(0, 1, 100)), nn.Parameter(torch.ones(3))
+        optimizer = make([p, small], mesh=init_device_mesh("cpu", (2, 2)))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        shards = [p for group in optimizer.param_groups for p in group["params"]]
+        history = []
+        for step in range(3):
+            loss = p.square().sum() * 30 + small.sum()
+            if step == 1 and rank == 0:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            if order != "step":
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(shards, 1.0).full_tensor()
+                if step == 0:
+                    expected = torch.linalg.vector_norm(torch.cat([60 * torch.linspace(0, 1, 100), torch.ones(3)]))
+                    torch.testing.assert_close(norm, expected)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            history.append((scaler.get_scale(), p.detach().clone()))
+        return history
+
+    results = on_ranks(4, check)
+    scales, values = zip(*results[0], strict=True)
+    assert scales == (1024.0, 512.0, 512.0)
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[1], values[2])
+    for result in results[1:]:
+        assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in zip(results[0], result, strict=True))
+
+
+def test_a_step_has_two_collectives_a_bucket_and_waits_for_nothing():
+    def check(rank, shape):
+        params = [nn.Parameter(torch.ones(2**16)) for _ in range(6)]
+        optimizer = INNER["fused"](params, mesh=init_device_mesh("cpu", shape), bucket_cap_mb=0.5)
+        optimizer.found_inf = torch.zeros(())
+        sum(p.sum() for p in params).backward()
+        optimizer.step()
+        with HostSyncs() as syncs, Operations() as operations:
+            sum(p.sum() for p in params).backward()
+            optimizer.grad_shards()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(syncs), operations.collectives()
+
+    flat = {"c10d._reduce_scatter_base_": 3, "c10d._allgather_base_": 3, "c10d.allreduce_": 1}
+    assert on_ranks(2, check, (2,)) == [([], flat)] * 2
+    nested = flat | {"c10d.allreduce_": 3 + 2}  # a bucket's shard across replicas; the flag over both axes
+    assert on_ranks(4, check, (2, 2)) == [([], nested)] * 4
+
+
+def test_operations_do_not_grow_with_the_number_of_parameters():
+    def count(rank, number):
+        params = [nn.Parameter(torch.ones(5)) for _ in range(number)]
+        groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "weight_decay": 0.0}]
+        optimizer = INNER["fused"](groups)
+        for _ in range(2):
+            sum(p.sum() for p in params).backward()
+            optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.ones(())
+            with Operations() as operations:
+                optimizer.grad_shards()
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(operations)
+
+    few, many = on_ranks(2, count, 100), on_ranks(2, count, 1000)
+    assert few == many
+    assert sum(few[0].values()) < 40
+
+
+def test_launches_come_in_backward_not_after_it():
+    def check(rank):
+        first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        optimizer = ShardedOptimizer([first, last], torch.optim.SGD, bucket_cap_mb=1e-6)
+        pending = []
+        x = first * 1
+        x.register_hook(lambda _: pending.append([b.reduction is not None for b in optimizer._backward.buckets]))
+        (x * last).sum().backward()
+        return pending
+
+    assert on_ranks(2, check) == [[[True, False]]] * 2
+
+
+def test_states_take_one_slice_a_rank():
+    def check(rank):
+        p = nn.Parameter(torch.ones(1000, 64))
+        optimizer = INNER["fused"]([p], mesh=init_device_mesh("cpu", (2, 2)))
+        p.sum().backward()
+        optimizer.step()
+        return sum(v.numel() for state in optimizer._inner.state.values() for v in state.values() if v.ndim)
+
+    assert on_ranks(4, check) == [2 * 32_000] * 4
+
+
+def test_a_saved_run_goes_on_as_if_it_had_not_stopped():
+    def train(model, optimizer, scheduler, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            model(torch.randn(4, 9)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    def make(fused):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 20), nn.Tanh(), nn.Linear(20, 3))
+        optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, fused=fused, lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def check(rank):
+        straight = make(fused=True)
+        train(*straight, range(6))
+        half = make(fused=True)
+        train(*half, range(3))
+        saved = [part.state_dict() for part in half]
+        resumed = make(fused=True)
+        for part, state in zip(resumed, saved, strict=True):
+            part.load_state_dict(state)
+        train(*resumed, range(3, 6))
+        same = [torch.equal(a, b) for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True)]
+        return all(same), resumed[1].param_groups[0]["lr"], resumed[1]._inner.param_groups[0]["lr"]
+
+    assert on_ranks(3, check) == [(True, 0.0125, 0.025)] * 3
+
+
+def test_a_state_dict_of_another_cut_is_refused():
+    def save(rank):
+        return ShardedOptimizer([nn.Parameter(torch.ones(100))], torch.optim.AdamW).state_dict()
+
+    def load(rank, state_dict):
+        optimizer = ShardedOptimizer([nn.Parameter(torch.ones(100))], torch.optim.AdamW)
+        with pytest.raises(ValueError, match=f"rank {rank}.*shard {rank} of 2.*there: shard 0 of 1"):
+            optimizer.load_state_dict(state_dict)
+        with pytest.raises(ValueError, match="not from a ShardedOptimizer"):
+            optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(100))]).state_dict())
+
+    on_ranks(2, load, on_ranks(1, save)[0])
+
+
+def test_a_group_added_later_is_trained_too():
+    def check(rank):
+        p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5), requires_grad=False)
+        optimizer = ShardedOptimizer([("p", p), ("q", q)], torch.optim.SGD, lr=0.5)
+        p.sum().backward()
+        optimizer.step()
+        q.requires_grad_(True)
+        optimizer.add_param_group({"params": [("q", q)], "lr": 0.25})
+        (p.sum() + (rank + 1) * q.sum()).backward()
+        optimizer.step()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+        return p[0].item(), q[0].item()
+
+    assert on_ranks(2, check) == [(0.0, 0.625)] * 2
+
+
+def test_without_a_process_group_it_is_the_optimizer_itself():
+    def train(make):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 70)
+        optimizer = make(model.parameters(), torch.optim.AdamW) if make else torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.ones(3)).square().sum().backward()
+            if make:
+                assert [type(shard) for shard in optimizer.grad_shards()] == [torch.Tensor] * 2
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert not dist.is_initialized()
+    for ours, theirs in zip(train(ShardedOptimizer), train(None), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+
+
+def test_within_node_mesh_shards_over_neighbours_and_replicates_across():
+    def check(rank):
+        mesh = within_node_mesh(size=2)
+        whole = within_node_mesh()
+        half = within_node_mesh(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=mesh.get_group("replicate"))
+        return mesh.mesh.tolist(), whole.mesh.tolist(), half.mesh.tolist(), mesh.mesh_dim_names, total.item()
+
+    names = ("replicate", "shard")
+    for rank, result in enumerate(on_ranks(4, check)):
+        assert result == ([[0, 1], [2, 3]], [[0, 1, 2, 3]], [[rank % 2, rank % 2 + 2]], names, 2.0 + 2 * (rank % 2))
+
+
+def test_a_model_outlives_its_optimizer():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([p], torch.optim.SGD)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    p.sum().backward()
+    assert torch.equal(p.grad, torch.ones(3))
+
+
+def test_closures_and_hooks_work_as_in_torch():
+    p, seen = nn.Parameter(torch.ones(3)), []
+    optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=0.5)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3.0
+    assert seen == ["after"]
+    assert torch.equal(p, torch.full((3,), 0.5))
+    assert "lr: 0.5" in repr(optimizer)
