@@ -7,6 +7,7 @@ a minute, and nox has no option for a shared environment, so these sessions run 
 
 import hashlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ FOLDERS = {
 }
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 TOOLS = ["editables", "hatchling>=1.27", "matplotlib>=3.8", "mypy>=1.15", "nox>=2025.2.9", "ruff>=0.11", "tqdm>=4.66"]
 
@@ -72,16 +74,21 @@ for name, folder in FOLDERS.items():
         python(session, "-m", "pytest", folder, *session.posargs)
 
 
-@nox.session(default=False, reuse_venv=False)
+@nox.session(venv_backend="none", default=False)
+def wheels(session):
+    """Build every wheel, into `dist`."""
+    dev(session)
+    shutil.rmtree(DIST, ignore_errors=True)
+    python(session, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", DIST, *FOLDERS.values())
+
+
+@nox.session(default=False, reuse_venv=False, requires=["wheels"])
 @nox.parametrize("folder", [nox.param(folder, id=name) for name, folder in FOLDERS.items()])
 def isolated(session, folder):
-    """Build the wheel and test it in a fresh environment with nothing but what it declares."""
-    wheels = Path(session.create_tmp()) / "wheels"
-    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, *FOLDERS.values())
-    # Whatever is ours comes from here, never from an index; what nobody asks for is not installed.
-    ours = wheels / "constraints.txt"
-    lines = [f"{wheel.name.split('-')[0]} @ {wheel.resolve().as_uri()}\n" for wheel in wheels.glob("*.whl")]
-    ours.write_text("".join(lines))
+    """Test the wheel in a fresh environment with nothing but what it declares: -- [pytest's arguments]"""
+    # Whatever is ours comes from `dist`, never from an index; what nobody declares is not installed.
+    ours = Path(session.create_tmp()) / "ours.txt"
+    ours.write_text("".join(f"{wheel.name.split('-')[0]} @ {wheel.as_uri()}\n" for wheel in DIST.glob("*.whl")))
     distribution = load_toml(folder / "pyproject.toml")["project"]["name"]
     session.install("--constraint", ours, distribution, *test_group(folder))
     session.run("pytest", folder / "tests", *session.posargs)  # `python -m pytest` would put this folder on the path
