@@ -277,3 +277,74 @@ def test_closures_and_hooks_work_as_in_torch():
     assert seen == ["after"]
     assert torch.equal(p, torch.full((3,), 0.5))
     assert "lr: 0.5" in repr(optimizer)
+
+
+MASTERS = {
+    "bf16 gradients": {"inner_dtype": torch.float32},
+    "fp32 gradients": {"inner_dtype": torch.float32, "grad_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("options", MASTERS.values(), ids=MASTERS)
+def test_any_optimizer_trains_a_bf16_model_in_full_precision(options):
+    start = torch.linspace(0.5, 1, 150).bfloat16()
+
+    def train(rank):
+        p = nn.Parameter(start.clone())
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=1e-4, momentum=0.9, **options)
+        for _ in range(20):
+            (p * torch.linspace(1, 2, 150).bfloat16()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = torch.cat([state["master_weight"] for state in optimizer.state_dict()["state"].values()])
+        return p.detach().clone(), masters
+
+    results = on_ranks(2, train)
+    expected = nn.Parameter(start.float())
+    reference = torch.optim.SGD([expected], lr=1e-4, momentum=0.9)
+    expected.grad = torch.linspace(1, 2, 150).bfloat16().float()
+    for _ in range(20):
+        reference.step()
+    torch.testing.assert_close(torch.cat([masters for _, masters in results])[:150], expected.detach())
+    for p, _ in results:
+        assert torch.equal(p, expected.detach().bfloat16())
+
+
+def test_masters_are_saved_loaded_and_refreshed():
+    def make():
+        p = nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
+        return p, ShardedOptimizer([p], torch.optim.SGD, lr=1e-3, inner_dtype=torch.float32)
+
+    def step(p, optimizer):
+        p.sum().backward()
+        optimizer.step()
+
+    def check(rank):
+        p, optimizer = make()
+        step(p, optimizer)
+        q, resumed = make()
+        resumed.load_state_dict(optimizer.state_dict())
+        for _ in range(3):
+            step(p, optimizer)
+            step(q, resumed)
+        with torch.no_grad():
+            q.fill_(2.0)
+        resumed.refresh_from_model()
+        same = p.detach().clone()
+        step(q, resumed)
+        return same[0].item(), torch.equal(same, make()[0] * 0.99609375), q[0].item()
+
+    assert on_ranks(2, check) == [(0.99609375, True, 2.0)] * 2
+
+
+def test_gradients_are_reduced_in_the_dtype_asked_for():
+    def check(rank, grad_dtype):
+        p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, grad_dtype=grad_dtype)
+        with optimizer.no_sync():
+            (p * 256).sum().backward()
+        p.sum().backward()  # 257 is no bfloat16
+        return torch.cat([shard.to_local() for shard in optimizer.grad_shards()])[:3].float()
+
+    assert torch.equal(on_ranks(2, check, torch.float32)[0], torch.full((3,), 257.0))
+    assert torch.equal(on_ranks(2, check, None)[0], torch.full((3,), 256.0))

@@ -45,6 +45,10 @@ class Bucket:
     grads: Tensor
     param_slice: Tensor
     grad_slice: Tensor
+    inner_params: Tensor
+    """What the inner optimizer steps: the slice itself, or a master copy of it in another dtype."""
+    inner_grads: Tensor
+    """Its gradients: the slice itself, or a copy in the master's dtype."""
     padding: Tensor
     """Where this rank's slice holds no parameter (indices)."""
     members: list[Member] = field(default_factory=list)
@@ -115,6 +119,21 @@ class Bucket:
             member.unreduced = member.used = member.used and not set_to_none
             _show(member, None)
 
+    def before_step(self) -> None:
+        """Give the inner optimizer the gradients in its dtype."""
+        if self.inner_grads is not self.grad_slice:
+            self.inner_grads.copy_(self.grad_slice)
+
+    def after_step(self) -> None:
+        """Round the master copy to the parameters' dtype."""
+        if self.inner_params is not self.param_slice:
+            self.param_slice.copy_(self.inner_params)
+
+    def refresh(self) -> None:
+        """Take the parameters' values as the master copy's."""
+        if self.inner_params is not self.param_slice:
+            self.inner_params.copy_(self.param_slice)
+
     def gather(self) -> Pending:
         """Start to give every rank of the shard axis all slices of the parameters."""
         return self.ranks.all_gather(self.params, self.param_slice)
@@ -123,44 +142,73 @@ class Bucket:
         self.carried, self.reduced = self.grad_slice.clone(), False
 
 
-def build(layout: BucketLayout, params: Sequence[tuple[str, Parameter]], ranks: Ranks) -> Bucket:
+def build(
+    layout: BucketLayout,
+    params: Sequence[tuple[str, Parameter]],
+    ranks: Ranks,
+    grad_dtype: torch.dtype | None,
+    inner_dtype: torch.dtype | None,
+) -> Bucket:
     """Move parameters into a new bucket: each becomes a view of it, with the strides it had.
 
     All ranks call this; they start with the values of the mesh's first rank.
     """
     like = params[0][1]
-    first = ranks.shard * layout.slice_numel
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
-    grads = torch.zeros_like(flat)
-    mine = slice(first, first + layout.slice_numel)
-    padding = torch.ones(layout.numel, dtype=torch.bool, device=like.device)
+    grads = torch.zeros_like(flat, dtype=grad_dtype)
+    padding = torch.ones_like(flat, dtype=torch.bool)
+    homes = []
     for start, (_, param) in zip(layout.starts, params, strict=True):
-        padding[start : start + param.numel()] = False
-    bucket = Bucket(ranks, flat, grads, flat[mine], grads[mine], padding[mine].nonzero().squeeze(1))
-    missing = ranks.sharded(grads[:0], 0)
-    for position, (name, param) in enumerate(params):
-        start, stride = layout.starts[position], dense_stride(param.shape, param.stride())
+        stride = dense_stride(param.shape, param.stride())
         home = flat.as_strided(param.shape, stride, start)
         home.copy_(param.detach())
         param.data = home
-        piece = slice(*layout.piece(position, ranks.shard))
-        padded = layout.stops[position] - start
-        member = Member(
-            name,
-            param,
-            grad=grads.as_strided(param.shape, stride, start),
-            address=param.data_ptr(),
-            interval=(piece.start - start, piece.stop - start),
-            piece=Parameter(flat[piece]) if piece.start < piece.stop else None,
-            piece_grad=grads[piece],
-            shard=ranks.sharded(flat[piece], padded),
-            shard_grad=ranks.sharded(grads[piece], padded),
-            missing_grad=missing,
-        )
-        bucket.members.append(member)
-        _show(member, None)
+        homes.append(grads.as_strided(param.shape, stride, start))
+        padding[start : start + param.numel()] = False
     ranks.broadcast(flat)
+    mine = slice(ranks.shard * layout.slice_numel, (ranks.shard + 1) * layout.slice_numel)
+    param_slice, grad_slice = flat[mine], grads[mine]
+    bucket = Bucket(
+        ranks,
+        flat,
+        grads,
+        param_slice,
+        grad_slice,
+        inner_params=param_slice if inner_dtype in (None, flat.dtype) else param_slice.to(inner_dtype),
+        inner_grads=grad_slice
+        if inner_dtype in (None, grads.dtype)
+        else torch.zeros_like(grad_slice, dtype=inner_dtype),
+        padding=padding[mine].nonzero().squeeze(1),
+    )
+    missing = ranks.sharded(grads[:0], 0)
+    for position, (name, param) in enumerate(params):
+        bucket.members.append(_member(bucket, layout, position, name, param, homes[position], missing))
     return bucket
+
+
+def _member(
+    bucket: Bucket, layout: BucketLayout, position: int, name: str, param: Parameter, grad: Tensor, missing: Tensor
+) -> Member:
+    ranks, start, numel = bucket.ranks, layout.starts[position], layout.stops[position] - layout.starts[position]
+    first, last = layout.piece(position, ranks.shard)
+    mine = slice(first - ranks.shard * layout.slice_numel, last - ranks.shard * layout.slice_numel)
+    member = Member(
+        name,
+        param,
+        grad,
+        address=param.data_ptr(),
+        interval=(first - start, last - start),
+        piece=Parameter(bucket.inner_params[mine]) if first < last else None,
+        piece_grad=bucket.inner_grads[mine],
+        shard=ranks.sharded(bucket.inner_params[mine], numel),
+        shard_grad=ranks.sharded(bucket.grad_slice[mine], numel),
+        missing_grad=missing,
+    )
+    for tensor in (member.shard, member.piece):
+        if tensor is not None:
+            tensor.grad_dtype = None  # any
+    _show(member, None)
+    return member
 
 
 def _show(member: Member, grad: Tensor | None) -> None:

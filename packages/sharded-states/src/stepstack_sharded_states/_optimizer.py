@@ -37,6 +37,10 @@ class ShardedOptimizer(Optimizer):
     - mesh: (shard) or (replicate, shard), of torch.distributed.device_mesh. None is the default process group, or this
       process alone where there is none. Every rank of the mesh makes the optimizer with the same parameters in the same
       order; all start with the values of its first rank.
+    - grad_dtype: in which gradients accumulate, are reduced and reach the inner optimizer. None: each parameter's own.
+    - inner_dtype: float32 under a bfloat16 model keeps a master copy of this rank's slices, which the inner optimizer
+      trains in full precision and from which the model's parameters are rounded. The master wins: after loading weights
+      into the model, call `refresh_from_model()`. None: no copy; an inner optimizer may have masters of its own.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
 
     Gradients: in backward, each is moved into its bucket, so a model's `.grad` is None afterwards; `grad_shards()`, and
@@ -58,6 +62,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: type[Optimizer],
         *,
         mesh: DeviceMesh | None = None,
+        grad_dtype: torch.dtype | None = None,
+        inner_dtype: torch.dtype | None = None,
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
     ) -> None:
@@ -69,7 +75,7 @@ class ShardedOptimizer(Optimizer):
         device_type = mesh.device_type if mesh is not None else _first(groups).device.type
         refuse(groups, device_type)
         self._ranks, self._device_type = Ranks(mesh, device_type), device_type
-        self._capacity = bucket_cap_mb * 2**20
+        self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
         self._backward = Backward()
         self._groups: list[Group] = []
         self._distribute(groups)
@@ -92,7 +98,11 @@ class ShardedOptimizer(Optimizer):
         self._check_parameters()
         self._backward.finish()
         _copy_options(self.param_groups, self._inner.param_groups)
+        for bucket in self._backward.buckets:
+            bucket.before_step()
         self._step_inner()
+        for bucket in self._backward.buckets:
+            bucket.after_step()
         for work in [bucket.gather() for bucket in self._backward.buckets]:
             work.wait()
         _copy_options(self._inner.param_groups, self.param_groups)
@@ -124,6 +134,12 @@ class ShardedOptimizer(Optimizer):
             yield
         finally:
             self._backward.synchronising = before
+
+    @torch.no_grad()
+    def refresh_from_model(self) -> None:
+        """Take the model's parameters, changed from outside (weights loaded, averaged, …), for the master copy's."""
+        for bucket in self._backward.buckets:
+            bucket.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, in buckets of their own, between steps. Every rank of the mesh calls this."""
@@ -163,12 +179,13 @@ class ShardedOptimizer(Optimizer):
         """Move the parameters into buckets, follow their gradients, and note in each group its members."""
         params = [(number, name, param) for number, group in enumerate(groups) for name, param in group.params]
         entries = [
-            Entry(param.numel(), number, (param.device, param.dtype), param.element_size())
+            Entry(param.numel(), number, (param.device, param.dtype), (self._grad_dtype or param.dtype).itemsize)
             for number, _, param in params
         ]
         members: dict[int, Member] = {}
         for layout in plan(entries, self._ranks.shards, self._capacity):
-            bucket = build(layout, [params[index][1:] for index in layout.members], self._ranks)
+            named = [params[index][1:] for index in layout.members]
+            bucket = build(layout, named, self._ranks, self._grad_dtype, self._inner_dtype)
             self._backward.follow(bucket)
             members |= zip(layout.members, bucket.members, strict=True)
         for index, (number, _, _) in enumerate(params):

@@ -1,7 +1,9 @@
 """The inner optimizer's state dict, which counts the pieces of one rank, and ours, which counts parameters."""
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
+
+from torch.nn import Parameter
 
 from ._bucket import Member
 from ._mesh import Ranks, this_rank
@@ -9,31 +11,42 @@ from ._params import Group
 
 
 def from_inner(inner: dict[str, Any], groups: list[Group], ranks: Ranks) -> dict[str, Any]:
-    """torch's format, with this rank's piece of each parameter's states and, under "cut", which pieces those are."""
-    number = {position: index for index, position in enumerate(_owned(groups))}
-    position = {index: position for position, index in number.items()}
-    first = _first_of_each(groups)
+    """torch's format, with this rank's piece of each parameter's states and, under "cut", which pieces those are.
+
+    A master copy that the wrapper owns stands beside the inner optimizer's states, as "master_weight".
+    """
+    owned = _owned(groups)
+    state = {position: dict(inner["state"].get(index, {})) for index, (position, _) in enumerate(owned)}
+    for position, member in owned:
+        if _has_master(member):
+            state[position]["master_weight"] = _piece(member).detach().clone()
+    firsts = itertools.accumulate((len(group.members) for group in groups[:-1]), initial=0)
     return {
-        "state": {position[index]: state for index, state in inner["state"].items()},
+        "state": {position: values for position, values in state.items() if values},
         "param_groups": [
-            {**options, "params": list(range(start, start + len(group.members)))}
-            for options, group, start in zip(inner["param_groups"], groups, first, strict=True)
+            {**options, "params": list(range(first, first + len(group.members)))}
+            for options, group, first in zip(inner["param_groups"], groups, firsts, strict=True)
         ],
         "cut": _cut(groups, ranks),
     }
 
 
 def to_inner(state_dict: dict[str, Any], groups: list[Group], ranks: Ranks) -> dict[str, Any]:
-    """The way back. Raises ValueError, with both, where the state dict is of another cut or other groups."""
+    """The inner optimizer's part; master copies are loaded here. ValueError where the state dict is of another cut."""
     cut = _cut(groups, ranks)
     if state_dict.get("cut") != cut:
         raise ValueError(
             f"{this_rank()}: this state dict is of another cut: it must come from the same rank of a run with as many "
             f"ranks, the same parameters and buckets. Here: {_short(cut)}; there: {_short(state_dict.get('cut'))}"
         )
-    index = {position: index for index, position in enumerate(_owned(groups))}
+    owned = _owned(groups)
+    index = {position: index for index, (position, _) in enumerate(owned)}
+    state = {index[position]: dict(values) for position, values in state_dict["state"].items()}
+    for number, (_, member) in enumerate(owned):
+        if _has_master(member) and number in state:
+            _piece(member).detach().copy_(state[number].pop("master_weight"))
     return {
-        "state": {index[position]: state for position, state in state_dict["state"].items()},
+        "state": {number: values for number, values in state.items() if values},
         "param_groups": [
             {**options, "params": [index[position] for position in options["params"] if position in index]}
             for options in state_dict["param_groups"]
@@ -41,17 +54,19 @@ def to_inner(state_dict: dict[str, Any], groups: list[Group], ranks: Ranks) -> d
     }
 
 
-def _owned(groups: list[Group]) -> Iterator[int]:
-    """Positions, among all parameters, of those that this rank owns a piece of, in the inner optimizer's order."""
-    members: list[Member] = [member for group in groups for member in group.members]
-    return (position for position, member in enumerate(members) if member.piece is not None)
+def _owned(groups: list[Group]) -> list[tuple[int, Member]]:
+    """Those that this rank owns a piece of, with their number among all, in the inner optimizer's order."""
+    members = [member for group in groups for member in group.members]
+    return [(position, member) for position, member in enumerate(members) if member.piece is not None]
 
 
-def _first_of_each(groups: list[Group]) -> list[int]:
-    firsts = [0]
-    for group in groups[:-1]:
-        firsts.append(firsts[-1] + len(group.members))
-    return firsts
+def _piece(member: Member) -> Parameter:
+    assert member.piece is not None
+    return member.piece
+
+
+def _has_master(member: Member) -> bool:
+    return _piece(member).dtype != member.param.dtype
 
 
 def _cut(groups: list[Group], ranks: Ranks) -> dict[str, Any]:
