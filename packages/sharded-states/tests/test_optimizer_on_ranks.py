@@ -173,3 +173,14 @@ def test_zero_grad_to_zero_goes_on_from_zero():
     for decayed, after in on_ranks(2, check):
         assert torch.equal(decayed, torch.full((3,), 0.5))
         assert torch.equal(after, decayed)
+
+
+def test_a_gradient_on_one_rank_counts_for_all_with_find_unused_parameters():
+    def check(rank):
+        p, q, r = (nn.Parameter(torch.ones(n)) for n in (70, 100, 3))
+        optimizer = ShardedOptimizer([p, q, r], torch.optim.SGD, lr=1.0, weight_decay=0.5, find_unused_parameters=True)
+        (q if rank else p).sum().backward()
+        optimizer.step()
+        return [(x.min().item(), x.max().item()) for x in (p, q, r)]
+
+    assert on_ranks(2, check) == [[(0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]] * 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._bucket import Bucket, Member
-from ._mesh import this_rank
+from ._mesh import Ranks, this_rank
 
 
 class Backward:
@@ -18,8 +18,9 @@ class Backward:
     backward launches those that are left, and waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks, *, find_unused: bool) -> None:
         self.buckets: list[Bucket] = []
+        self._ranks, self._find_unused = ranks, find_unused
         self.synchronising = True
         self._launched = 0
         self._running = False
@@ -95,9 +96,20 @@ class Backward:
             bucket.launch()
         for work in [bucket.across_replicas() for bucket in self.buckets]:
             work.wait()
+        if self._find_unused:
+            self._agree_on_what_is_used()
         for bucket in self.buckets:
             bucket.finish()
         self._launched, self._running = 0, False
+
+    def _agree_on_what_is_used(self) -> None:
+        """A gradient on one rank is a gradient for all, as in DDP."""
+        members = [member for bucket in self.buckets for member in bucket.members]
+        device = self.buckets[0].grads.device
+        used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)
+        self._ranks.all_reduce_max(used)
+        for member, anywhere in zip(members, used.tolist(), strict=True):  # waits, since the host decides what to step
+            member.used = bool(anywhere)
 
 
 def _hook(backward: "weakref.ref[Backward]", bucket: Bucket, member: Member) -> Callable[[Tensor], Any]:

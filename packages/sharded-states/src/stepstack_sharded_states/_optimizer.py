@@ -41,13 +41,15 @@ class ShardedOptimizer(Optimizer):
     - inner_dtype: float32 under a bfloat16 model keeps a master copy of this rank's slices, which the inner optimizer
       trains in full precision and from which the model's parameters are rounded. The master wins: after loading weights
       into the model, call `refresh_from_model()`. None: no copy; an inner optimizer may have masters of its own.
+    - find_unused_parameters: ranks may differ in which parameters have a gradient: one that has none here counts as
+      zero if it has one elsewhere. Costs a small reduction and one wait for the device in each backward that reduces.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
 
     Gradients: in backward, each is moved into its bucket, so a model's `.grad` is None afterwards; `grad_shards()`, and
     `grad_shard` on each parameter, say what it has become. Every backward that is not under `no_sync()` ends with the
     mean over the mesh, added to what earlier ones left. A step uses gradients up: the next backward starts afresh, with
     or without `zero_grad()`. A parameter without a gradient is skipped as torch skips it; which ones have one must be
-    the same on all ranks.
+    the same on all ranks, unless `find_unused_parameters`.
 
     Loss scaling and deferred clipping: attributes `grad_scale` (divides) and `found_inf` (not 0: nothing changes), as
     in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
@@ -64,6 +66,7 @@ class ShardedOptimizer(Optimizer):
         mesh: DeviceMesh | None = None,
         grad_dtype: torch.dtype | None = None,
         inner_dtype: torch.dtype | None = None,
+        find_unused_parameters: bool = False,
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
     ) -> None:
@@ -76,7 +79,7 @@ class ShardedOptimizer(Optimizer):
         refuse(groups, device_type)
         self._ranks, self._device_type = Ranks(mesh, device_type), device_type
         self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
-        self._backward = Backward()
+        self._backward = Backward(self._ranks, find_unused=find_unused_parameters)
         self._groups: list[Group] = []
         self._distribute(groups)
         self._inner = optimizer_class([_inner_group(group) for group in groups], **optimizer_kwargs)
