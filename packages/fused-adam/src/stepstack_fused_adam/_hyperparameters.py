@@ -1,0 +1,73 @@
+"""What a step is told besides its tensors."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stepstack_fused_adam._definition import Scalars
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The numbers of one parameter group in one step; tensors among them have one element and stay where they are.
+
+    `grad_scale` divides the gradients, None is 1. `skip` is None, or fp32 and exactly 0 or 1.
+    """
+
+    lr: Number
+    beta1: Number
+    beta2: Number
+    eps: float
+    weight_decay: Number
+    decoupled: bool = True
+    maximize: bool = False
+    grad_scale: Tensor | None = None
+    skip: Tensor | None = None
+
+    def on(self, device: torch.device) -> "Hyperparameters":
+        """With its tensors on a device, as 0-d; a number that lives on the CPU may stay there."""
+        return replace(
+            self,
+            lr=_moved(self.lr, device),
+            beta1=_moved(self.beta1, device),
+            beta2=_moved(self.beta2, device),
+            weight_decay=_moved(self.weight_decay, device),
+            grad_scale=None if self.grad_scale is None else self.grad_scale.to(device, non_blocking=True),
+            skip=None if self.skip is None else self.skip.to(device, non_blocking=True),
+        )
+
+    def scalars(self, dtype: torch.dtype, device: torch.device) -> Scalars:
+        """As tensors for the definition."""
+
+        def scalar(number: Number) -> Tensor:
+            if isinstance(number, Tensor):
+                return number.to(device, dtype, non_blocking=True)
+            return torch.full((), number, dtype=dtype, device=device)
+
+        divisor = scalar(1.0 if self.grad_scale is None else self.grad_scale)
+        return Scalars(
+            lr=scalar(self.lr),
+            alpha1=scalar(1 - self.beta1),
+            alpha2=scalar(1 - self.beta2),
+            eps=scalar(self.eps),
+            weight_decay=scalar(self.weight_decay),
+            divisor=-divisor if self.maximize else divisor,
+            skip=scalar(0.0 if self.skip is None else self.skip),
+        )
+
+
+def contract(grad_scale: Number | None, found_inf: Number | None) -> tuple[Tensor | None, Tensor | None]:
+    """(`grad_scale`, `skip`): both 0-d fp32 or None, and skip exactly 1 wherever found_inf is not 0, NaN included."""
+    scale = None if grad_scale is None else torch.as_tensor(grad_scale).reshape(()).to(torch.float32)
+    skip = None if found_inf is None else (torch.as_tensor(found_inf).reshape(()) != 0).to(torch.float32)
+    return scale, skip
+
+
+def _moved(number: Number, device: torch.device) -> Number:
+    if not isinstance(number, Tensor):
+        return number
+    number = number.reshape(())
+    return number if number.is_cpu else number.to(device, torch.float32, non_blocking=True)
