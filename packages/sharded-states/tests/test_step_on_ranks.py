@@ -195,7 +195,7 @@ def test_a_state_dict_of_another_cut_is_refused():
 
     def load(rank, state_dict):
         optimizer = ShardedOptimizer([nn.Parameter(torch.ones(100))], torch.optim.AdamW)
-        with pytest.raises(ValueError, match=f"rank {rank}.*shard {rank} of 2.*there: shard 0 of 1"):
+        with pytest.raises(ValueError, match=rf"rank {rank}.*it has.*interval \(100, 1, 0, 128\), not"):
             optimizer.load_state_dict(state_dict)
         with pytest.raises(ValueError, match="not from a ShardedOptimizer"):
             optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(100))]).state_dict())
@@ -348,3 +348,38 @@ def test_gradients_are_reduced_in_the_dtype_asked_for():
 
     assert torch.equal(on_ranks(2, check, torch.float32)[0], torch.full((3,), 257.0))
     assert torch.equal(on_ranks(2, check, None)[0], torch.full((3,), 256.0))
+
+
+def test_a_state_dict_in_another_memory_format_is_refused():
+    def make(memory_format):
+        conv = nn.Conv2d(8, 8, 3).to(memory_format=memory_format)
+        return ShardedOptimizer(conv.named_parameters(), torch.optim.AdamW)
+
+    saved = make(torch.channels_last).state_dict()
+    make(torch.channels_last).load_state_dict(saved)
+    with pytest.raises(ValueError, match="'weight' it has shape, stride"):
+        make(torch.contiguous_format).load_state_dict(saved)
+
+
+def test_experts_are_reduced_over_a_mesh_of_their_own():
+    def check(rank):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+        dense, expert, summed = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+        groups = [
+            {"params": [dense]},
+            {"params": [expert], "mesh": grid["data"]},
+            {"params": [summed], "grad_divisor": 1},
+        ]
+        optimizer = ShardedOptimizer(groups, torch.optim.SGD, lr=1.0)
+        assert "mesh" not in optimizer.param_groups[1]
+        ((rank + 1) * (dense.sum() + expert.sum() + summed.sum())).backward()
+        optimizer.found_inf = torch.zeros(())
+        optimizer.step()
+        values = [p[0].item() for p in (dense, expert, summed)]
+        optimizer.found_inf = torch.tensor(1.0 if rank == 3 else 0.0)
+        optimizer.step()
+        assert [p[0].item() for p in (dense, expert, summed)] == values
+        return values
+
+    # dense: 10 / 4; experts: their own sum over the dense size; summed: 10
+    assert on_ranks(4, check) == [[-2.5, -0.75, -10.0]] * 2 + [[-2.5, -1.75, -10.0]] * 2

@@ -18,9 +18,9 @@ class Backward:
     backward launches those that are left, and waits.
     """
 
-    def __init__(self, ranks: Ranks, *, find_unused: bool) -> None:
+    def __init__(self, *, find_unused: bool) -> None:
         self.buckets: list[Bucket] = []
-        self._ranks, self._find_unused = ranks, find_unused
+        self._find_unused = find_unused
         self.synchronising = True
         self._launched = 0
         self._running = False
@@ -104,12 +104,15 @@ class Backward:
 
     def _agree_on_what_is_used(self) -> None:
         """A gradient on one rank is a gradient for all, as in DDP."""
-        members = [member for bucket in self.buckets for member in bucket.members]
-        device = self.buckets[0].grads.device
-        used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)
-        self._ranks.all_reduce_max(used)
-        for member, anywhere in zip(members, used.tolist(), strict=True):  # waits, since the host decides what to step
-            member.used = bool(anywhere)
+        of_mesh: dict[Ranks, list[Member]] = {}
+        for bucket in self.buckets:
+            of_mesh.setdefault(bucket.ranks, []).extend(bucket.members)
+        for ranks, members in of_mesh.items():
+            device = members[0].grad.device
+            used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)
+            ranks.all_reduce_max(used)
+            for member, anywhere in zip(members, used.tolist(), strict=True):  # waits: the host decides what to step
+                member.used = bool(anywhere)
 
 
 def _hook(backward: "weakref.ref[Backward]", bucket: Bucket, member: Member) -> Callable[[Tensor], Any]:

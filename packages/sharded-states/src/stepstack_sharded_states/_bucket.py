@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -41,6 +42,7 @@ class Bucket:
     """Gradients arrive by `receive`, are reduced by `launch` and `finish`, and parameters go out by `gather`."""
 
     ranks: Ranks
+    grad_divisor: float
     params: Tensor
     grads: Tensor
     param_slice: Tensor
@@ -85,16 +87,18 @@ class Bucket:
             self.grads.zero_()
         elif missing:
             torch._foreach_zero_(missing)
-        self.reduction = self.ranks.reduce_scatter_mean(self.grads, self.grad_slice)
+        self.reduction = self.ranks.reduce_scatter(self.grads, self.grad_slice, self._operation)
 
     def across_replicas(self) -> Pending:
         """Wait for the reduction inside the shard axis and start the one over the replicate axis."""
         assert self.reduction is not None
         self.reduction.wait()
-        return self.ranks.all_reduce_mean(self.grad_slice)
+        return self.ranks.all_reduce(self.grad_slice, self._operation)
 
     def finish(self) -> None:
         """The reduction is done: add what earlier backwards left and give the pieces their gradients."""
+        if self._operation is dist.ReduceOp.SUM and self.grad_divisor != 1:
+            self.grad_slice.div_(self.grad_divisor)
         if self.carried is not None:
             self.grad_slice.add_(self.carried)
         if self.padding.numel():  # it stays zero, though callers may multiply a shard by a coefficient that is NaN
@@ -138,6 +142,10 @@ class Bucket:
         """Start to give every rank of the shard axis all slices of the parameters."""
         return self.ranks.all_gather(self.params, self.param_slice)
 
+    @property
+    def _operation(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.AVG if self.grad_divisor == self.ranks.size else dist.ReduceOp.SUM
+
     def _set_aside(self) -> None:
         self.carried, self.reduced = self.grad_slice.clone(), False
 
@@ -146,6 +154,8 @@ def build(
     layout: BucketLayout,
     params: Sequence[tuple[str, Parameter]],
     ranks: Ranks,
+    *,
+    grad_divisor: float,
     grad_dtype: torch.dtype | None,
     inner_dtype: torch.dtype | None,
 ) -> Bucket:
@@ -170,6 +180,7 @@ def build(
     param_slice, grad_slice = flat[mine], grads[mine]
     bucket = Bucket(
         ranks,
+        grad_divisor,
         flat,
         grads,
         param_slice,

@@ -5,6 +5,8 @@ elements: the rest of its last block is padding, which is zero and stays zero. S
 in one slice, is a whole number of blocks too, and the pieces of a slice touch: what runs over them runs as over one.
 """
 
+import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,8 @@ class Entry:
     numel: int
     group: int
     kind: Hashable
+    """Those of one kind have the same number of shards."""
+    shards: int
     itemsize: int
 
 
@@ -43,24 +47,29 @@ class BucketLayout:
         return start, max(start, min(self.stops[position], last))
 
 
-def plan(entries: Sequence[Entry], shards: int, capacity: float) -> list[BucketLayout]:
-    """Buckets of about `capacity` bytes, in the order in which backward completes them.
+def plan(entries: Sequence[Entry], capacity: float) -> list[BucketLayout]:
+    """Even buckets of about `capacity` bytes, in the order in which backward completes them.
 
     Entries of one kind share buckets, of several groups too. Inside a bucket they are sorted by group, so that what is
     stepped alike lies together. A parameter is never cut over two buckets: the slices cut it.
     """
+    total: Counter[Hashable] = Counter()
+    for entry in entries:
+        total[entry.kind] += _bytes(entry)
+    even = {kind: size / math.ceil(size / capacity) for kind, size in total.items() if size}
     open_buckets: dict[Hashable, list[int]] = {}
-    filled: dict[Hashable, int] = {}
+    filled: Counter[Hashable] = Counter()
+    closed: Counter[Hashable] = Counter()
     complete: list[list[int]] = []
     for index in arrival_order(entries):
         entry = entries[index]
         open_buckets.setdefault(entry.kind, []).append(index)
-        filled[entry.kind] = filled.get(entry.kind, 0) + aligned(entry.numel) * entry.itemsize
-        if filled[entry.kind] >= capacity:
+        filled[entry.kind] += _bytes(entry)
+        if entry.numel and filled[entry.kind] >= (closed[entry.kind] + 1) * even[entry.kind]:
             complete.append(open_buckets.pop(entry.kind))
-            del filled[entry.kind]
+            closed[entry.kind] = int(filled[entry.kind] / even[entry.kind])
     complete += open_buckets.values()
-    return [_lay_out(members, entries, shards) for members in complete]
+    return [_lay_out(members, entries) for members in complete]
 
 
 def arrival_order(entries: Sequence[Entry]) -> list[int]:
@@ -107,11 +116,16 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def _lay_out(members: list[int], entries: Sequence[Entry], shards: int) -> BucketLayout:
+def _bytes(entry: Entry) -> int:
+    return aligned(entry.numel) * entry.itemsize
+
+
+def _lay_out(members: list[int], entries: Sequence[Entry]) -> BucketLayout:
     members = sorted(members, key=lambda i: (entries[i].group, i))
     starts, stops, end = [], [], 0
     for index in members:
         starts.append(end)
         end += aligned(entries[index].numel)
         stops.append(end)
+    shards = entries[members[0]].shards
     return BucketLayout(tuple(members), tuple(starts), tuple(stops), shards, aligned(-(-end // shards)))

@@ -82,17 +82,21 @@ class Ranks:
             local, self.mesh, self._placements, run_check=False, shape=torch.Size((numel,)), stride=(1,)
         )
 
-    def reduce_scatter_mean(self, flat: Tensor, mine: Tensor) -> "Pending":
-        """Start to leave in `mine`, this rank's slice of `flat`, the mean over the shard axis."""
+    @property
+    def size(self) -> int:
+        return self.shards * self.replicas
+
+    def reduce_scatter(self, flat: Tensor, mine: Tensor, op: dist.ReduceOp.RedOpType) -> "Pending":
+        """Start to leave in `mine`, this rank's slice of `flat`, the sum or mean over the shard axis."""
         if self.shards == 1:
             return Pending(None)
-        return Pending(_reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._shard_group, async_op=True))
+        return Pending(_reduce_scatter(mine, flat, op=op, group=self._shard_group, async_op=True))
 
-    def all_reduce_mean(self, shard: Tensor) -> "Pending":
-        """Start to leave in `shard` the mean over the replicate axis."""
+    def all_reduce(self, shard: Tensor, op: dist.ReduceOp.RedOpType) -> "Pending":
+        """Start to leave in `shard` the sum or mean over the replicate axis."""
         if self.replicas == 1:
             return Pending(None)
-        return Pending(dist.all_reduce(shard, op=dist.ReduceOp.AVG, group=self._replicate_group, async_op=True))
+        return Pending(dist.all_reduce(shard, op=op, group=self._replicate_group, async_op=True))
 
     def all_gather(self, flat: Tensor, mine: Tensor) -> "Pending":
         """Start to fill `flat` with the slices of the ranks of the shard axis."""

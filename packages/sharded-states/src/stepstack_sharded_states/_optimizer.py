@@ -43,6 +43,7 @@ class ShardedOptimizer(Optimizer):
       into the model, call `refresh_from_model()`. None: no copy; an inner optimizer may have masters of its own.
     - find_unused_parameters: ranks may differ in which parameters have a gradient: one that has none here counts as
       zero if it has one elsewhere. Costs a small reduction and one wait for the device in each backward that reduces.
+    - grad_divisor: what the sum over ranks is divided by; 1 leaves the sum. None: the number of ranks in `mesh`.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
 
     Gradients: in backward, each is moved into its bucket, so a model's `.grad` is None afterwards; `grad_shards()`, and
@@ -66,20 +67,24 @@ class ShardedOptimizer(Optimizer):
         mesh: DeviceMesh | None = None,
         grad_dtype: torch.dtype | None = None,
         inner_dtype: torch.dtype | None = None,
+        grad_divisor: float | None = None,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"{this_rank()}: optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"{this_rank()}: bucket_cap_mb must be positive, got {bucket_cap_mb}")
+        for name, number in (("bucket_cap_mb", bucket_cap_mb), ("grad_divisor", grad_divisor)):
+            if number is not None and not number > 0:
+                raise ValueError(f"{this_rank()}: {name} must be positive, got {number}")
         groups = read_groups(params)
         device_type = mesh.device_type if mesh is not None else _first(groups).device.type
         refuse(groups, device_type)
-        self._ranks, self._device_type = Ranks(mesh, device_type), device_type
+        self._meshes = {mesh: Ranks(mesh, device_type)}
+        self._default_mesh, self._device_type = mesh, device_type
+        self._grad_divisor = grad_divisor or self._meshes[mesh].size
         self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
-        self._backward = Backward(self._ranks, find_unused=find_unused_parameters)
+        self._backward = Backward(find_unused=find_unused_parameters)
         self._groups: list[Group] = []
         self._distribute(groups)
         self._inner = optimizer_class([_inner_group(group) for group in groups], **optimizer_kwargs)
@@ -166,12 +171,12 @@ class ShardedOptimizer(Optimizer):
         torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are.
         """
         _copy_options(self.param_groups, self._inner.param_groups)
-        return from_inner(self._inner.state_dict(), self._groups, self._ranks)
+        return from_inner(self._inner.state_dict(), self._groups)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one."""
-        self._inner.load_state_dict(to_inner(state_dict, self._groups, self._ranks))
+        self._inner.load_state_dict(to_inner(state_dict, self._groups))
         _copy_options(self._inner.param_groups, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,19 +185,40 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def _distribute(self, groups: list[Group]) -> None:
         """Move the parameters into buckets, follow their gradients, and note in each group its members."""
+        reductions = [self._reduction(group) for group in groups]
         params = [(number, name, param) for number, group in enumerate(groups) for name, param in group.params]
         entries = [
-            Entry(param.numel(), number, (param.device, param.dtype), (self._grad_dtype or param.dtype).itemsize)
+            Entry(
+                param.numel(),
+                number,
+                kind=(*reductions[number], param.device, param.dtype),
+                shards=reductions[number][0].shards,
+                itemsize=(self._grad_dtype or param.dtype).itemsize,
+            )
             for number, _, param in params
         ]
         members: dict[int, Member] = {}
-        for layout in plan(entries, self._ranks.shards, self._capacity):
-            named = [params[index][1:] for index in layout.members]
-            bucket = build(layout, named, self._ranks, self._grad_dtype, self._inner_dtype)
+        for layout in plan(entries, self._capacity):
+            ranks, grad_divisor = reductions[entries[layout.members[0]].group]
+            bucket = build(
+                layout,
+                [params[index][1:] for index in layout.members],
+                ranks,
+                grad_divisor=grad_divisor,
+                grad_dtype=self._grad_dtype,
+                inner_dtype=self._inner_dtype,
+            )
             self._backward.follow(bucket)
             members |= zip(layout.members, bucket.members, strict=True)
         for index, (number, _, _) in enumerate(params):
             groups[number].members.append(members[index])
+
+    def _reduction(self, group: Group) -> tuple[Ranks, float]:
+        """Over which ranks a group's gradients are summed, and what the sum is divided by."""
+        mesh = group.mesh or self._default_mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = Ranks(mesh, self._device_type)
+        return self._meshes[mesh], group.grad_divisor or self._grad_divisor
 
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
@@ -218,7 +244,8 @@ class ShardedOptimizer(Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
             flag = (found_inf != 0).to(found_inf.dtype)  # of NaN too, which a maximum may lose
-            self._ranks.all_reduce_max(flag)
+            for ranks in self._meshes.values():
+                ranks.all_reduce_max(flag)
             found_inf.copy_(flag)
         if getattr(self._inner, "_step_supports_amp_scaling", False):
             self._inner.grad_scale, self._inner.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -17,6 +18,9 @@ class Group:
     """A parameter group: its options, its trainable parameters by name, and, once in buckets, its members."""
 
     options: dict[str, Any]
+    mesh: DeviceMesh | None
+    """Its own; None: the optimizer's."""
+    grad_divisor: float | None
     params: list[tuple[str, Parameter]]
     frozen: list[tuple[str, Parameter]]
     named: bool
@@ -45,6 +49,9 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
 
 def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] = ()) -> None:
     """Raise for a parameter that can't be sharded, by name: given twice, on another type of device, sharded already."""
+    for number, group in enumerate(groups):
+        if group.grad_divisor is not None and not group.grad_divisor > 0:
+            raise ValueError(f"{this_rank()}: grad_divisor of group {number} must be positive: {group.grad_divisor}")
     names: dict[Parameter, str] = dict.fromkeys(taken, "this optimizer")
     for group in groups:
         for name, param in group.params + group.frozen:
@@ -85,7 +92,9 @@ def _read_group(group: Any, number: int) -> Group:
         if not isinstance(param, Tensor):
             raise TypeError(f"{this_rank()}: parameter {name!r} must be a tensor, got {type(param)}")
     return Group(
-        options={key: value for key, value in group.items() if key != "params"},
+        options={key: value for key, value in group.items() if key not in ("params", "mesh", "grad_divisor")},
+        mesh=group.get("mesh"),
+        grad_divisor=group.get("grad_divisor"),
         params=[(name, param) for name, param in pairs if param.requires_grad],
         frozen=[(name, param) for name, param in pairs if not param.requires_grad],
         named=any(isinstance(item, tuple) for item in items),

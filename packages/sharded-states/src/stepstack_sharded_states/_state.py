@@ -6,11 +6,11 @@ from typing import Any
 from torch.nn import Parameter
 
 from ._bucket import Member
-from ._mesh import Ranks, this_rank
+from ._mesh import this_rank
 from ._params import Group
 
 
-def from_inner(inner: dict[str, Any], groups: list[Group], ranks: Ranks) -> dict[str, Any]:
+def from_inner(inner: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
     """torch's format, with this rank's piece of each parameter's states and, under "cut", which pieces those are.
 
     A master copy that the wrapper owns stands beside the inner optimizer's states, as "master_weight".
@@ -27,17 +27,18 @@ def from_inner(inner: dict[str, Any], groups: list[Group], ranks: Ranks) -> dict
             {**options, "params": list(range(first, first + len(group.members)))}
             for options, group, first in zip(inner["param_groups"], groups, firsts, strict=True)
         ],
-        "cut": _cut(groups, ranks),
+        "cut": _cut(groups),
     }
 
 
-def to_inner(state_dict: dict[str, Any], groups: list[Group], ranks: Ranks) -> dict[str, Any]:
-    """The inner optimizer's part; master copies are loaded here. ValueError where the state dict is of another cut."""
-    cut = _cut(groups, ranks)
+def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
+    """The inner optimizer's part; master copies are loaded here. ValueError where it doesn't fit."""
+    cut = _cut(groups)
     if state_dict.get("cut") != cut:
+        difference = _difference(cut, state_dict.get("cut"), groups)
         raise ValueError(
-            f"{this_rank()}: this state dict is of another cut: it must come from the same rank of a run with as many "
-            f"ranks, the same parameters and buckets. Here: {_short(cut)}; there: {_short(state_dict.get('cut'))}"
+            f"{this_rank()}: this state dict doesn't fit: it must be the same rank's, of a run with as many ranks, the "
+            f"same parameters in the same memory format, and the same buckets; {difference}"
         )
     owned = _owned(groups)
     index = {position: index for index, (position, _) in enumerate(owned)}
@@ -69,16 +70,26 @@ def _has_master(member: Member) -> bool:
     return _piece(member).dtype != member.param.dtype
 
 
-def _cut(groups: list[Group], ranks: Ranks) -> dict[str, Any]:
-    return {
-        "shard": ranks.shard,
-        "shards": ranks.shards,
-        "pieces": [[[*member.interval] for member in group.members] for group in groups],
-    }
+def _cut(groups: list[Group]) -> list[list[tuple[int, ...]]]:
+    """What must be the same for states to mean the same: each parameter's shape, order in memory and piece."""
+    return [
+        [(*member.param.shape, *_order(member.param), *member.interval) for member in group.members] for group in groups
+    ]
 
 
-def _short(cut: Any) -> str:
-    if not isinstance(cut, dict):
-        return "none (it is not from a ShardedOptimizer)"
-    sizes = [len(group) for group in cut["pieces"]]
-    return f"shard {cut['shard']} of {cut['shards']}, groups of {sizes} parameters"
+def _order(param: Parameter) -> list[int]:
+    """Its strides, less those that don't matter."""
+    return [stride if length > 1 else 0 for length, stride in zip(param.shape, param.stride(), strict=True)]
+
+
+def _difference(ours: Any, theirs: Any, groups: list[Group]) -> str:
+    """The first thing in which two cuts differ, in words."""
+    if theirs is None:
+        return "it is not from a ShardedOptimizer"
+    if [len(group) for group in theirs] != [len(group) for group in ours]:
+        return f"it has groups of {[len(g) for g in theirs]} parameters, not of {[len(group) for group in ours]}"
+    for group, our_group, their_group in zip(groups, ours, theirs, strict=True):
+        for member, our, their in zip(group.members, our_group, their_group, strict=True):
+            if our != their:
+                return f"of {member.name!r} it has shape, stride and interval {tuple(their)}, not {our}"
+    return "it is the same"
