@@ -184,3 +184,31 @@ def test_a_gradient_on_one_rank_counts_for_all_with_find_unused_parameters():
         return [(x.min().item(), x.max().item()) for x in (p, q, r)]
 
     assert on_ranks(2, check) == [[(0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]] * 2
+
+
+def test_gathering_under_the_next_forward_gives_the_same():
+    def train(rank, overlap):
+        model = make_model()
+        optimizer = ShardedOptimizer(groups_of(model), torch.optim.AdamW, bucket_cap_mb=0.001, lr=0.01)
+        if overlap:
+            optimizer.overlap_gather(model)
+        under_way = []
+        for step in range(5):
+            under_way.append(len(optimizer._gather._pending))
+            model(batches(step, 0, 2)[rank]).square().mean().backward()
+            under_way.append(len(optimizer._gather._pending))
+            optimizer.step()
+            optimizer.zero_grad()
+        return under_way, model.state_dict()
+
+    for (lazy, ours), (eager, theirs) in zip(on_ranks(2, train, True), on_ranks(2, train, False), strict=True):
+        assert min(lazy[2::2]) > 1
+        assert set(lazy[1::2]) == set(eager) == {0}
+        assert all(torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True))
+
+
+def test_a_parameter_that_nobody_would_wait_for_is_refused():
+    model, extra = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    optimizer = ShardedOptimizer([*model.named_parameters(), ("extra", extra)], torch.optim.SGD)
+    with pytest.raises(ValueError, match="'extra' is in no part of the module"):
+        optimizer.overlap_gather(model)

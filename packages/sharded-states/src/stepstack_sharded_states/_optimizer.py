@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ._backward import Backward
 from ._bucket import Member, build
+from ._gather import Gather
 from ._layout import Entry, plan
 from ._mesh import Ranks, this_rank
 from ._params import Group, read_groups, refuse
@@ -84,6 +85,7 @@ class ShardedOptimizer(Optimizer):
         self._default_mesh, self._device_type = mesh, device_type
         self._grad_divisor = grad_divisor or self._meshes[mesh].size
         self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
+        self._gather = Gather()
         self._backward = Backward(find_unused=find_unused_parameters)
         self._groups: list[Group] = []
         self._distribute(groups)
@@ -104,6 +106,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_parameters()
+        self._gather.finish()
         self._backward.finish()
         _copy_options(self.param_groups, self._inner.param_groups)
         for bucket in self._backward.buckets:
@@ -111,8 +114,7 @@ class ShardedOptimizer(Optimizer):
         self._step_inner()
         for bucket in self._backward.buckets:
             bucket.after_step()
-        for work in [bucket.gather() for bucket in self._backward.buckets]:
-            work.wait()
+        self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
         _copy_options(self._inner.param_groups, self.param_groups)
         self._backward.stepped()
         return loss
@@ -143,6 +145,20 @@ class ShardedOptimizer(Optimizer):
         finally:
             self._backward.synchronising = before
 
+    def overlap_gather(self, module: nn.Module) -> None:
+        """From now on `step()` only starts gathering, and each module in `module` waits for its own parameters before
+        its forward, so that the rest arrives under it.
+
+        For a model whose parameters are used by the modules that hold them. Whoever reads one in another way (a weight
+        that a different module uses first, an average of weights) calls `synchronize()` before; `state_dict()` of the
+        module does.
+        """
+        self._gather.under_forward(module, self._backward.buckets)
+
+    def synchronize(self) -> None:
+        """Wait until the parameters are those of the last step."""
+        self._gather.finish()
+
     @torch.no_grad()
     def refresh_from_model(self) -> None:
         """Take the model's parameters, changed from outside (weights loaded, averaged, …), for the master copy's."""
@@ -154,6 +170,7 @@ class ShardedOptimizer(Optimizer):
         if not self._groups:  # torch's constructor adds what ours has cut already
             super().add_param_group(param_group)
             return
+        self._gather.finish()
         groups = read_groups([param_group], first_group=len(self._groups))
         refuse(groups, self._device_type, taken=[param for group in self._groups for _, param in group.params])
         self._distribute(groups)

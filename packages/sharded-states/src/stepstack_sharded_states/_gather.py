@@ -1,0 +1,77 @@
+"""When updated parameters come back: all at once after a step, or each under the next forward, before it is needed."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ._bucket import Bucket
+from ._mesh import Pending, this_rank
+
+
+class Gather:
+    """Gathers buckets, all of them or lazily; a lazy gather is waited for by the modules that hold its parameters."""
+
+    def __init__(self) -> None:
+        self._lazy = False
+        self._pending: dict[Bucket, Pending] = {}
+
+    def start(self, buckets: Iterable[Bucket]) -> None:
+        """Every rank starts the same gathers in the same order. All are over, unless they are waited for lazily."""
+        for bucket in buckets:
+            self._pending[bucket] = bucket.gather()
+        if not self._lazy:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        for bucket in list(self._pending):
+            self._wait(bucket)
+
+    def under_forward(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """From now on let the modules in `module` wait, each for its own parameters, before its forward.
+
+        Raises ValueError for a parameter that is in no module: nobody would wait for it.
+        """
+        home = {member.param: bucket for bucket in buckets for member in bucket.members}
+        of_part = {part: [param for param in _read_by(part) if param in home] for part in module.modules()}
+        found = {param for params in of_part.values() for param in params}
+        for bucket in buckets:
+            for member in bucket.members:
+                if member.param not in found:
+                    raise ValueError(
+                        f"{this_rank()}: parameter {member.name!r} is in no part of the module given, so nothing would "
+                        "wait for it: give the whole model whose parameters this optimizer has"
+                    )
+        ours = weakref.ref(self)
+        for part, params in of_part.items():
+            if params:
+                needed = list(dict.fromkeys(home[param] for param in params))
+                self._while_alive(part.register_forward_pre_hook(_waiting_for(ours, needed)))
+        self._while_alive(module.register_state_dict_pre_hook(_waiting_for(ours, list(buckets))))  # type: ignore[no-untyped-call]
+        self._lazy = True
+
+    def _while_alive(self, handle: Any) -> None:
+        weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
+
+    def _wait(self, bucket: Bucket) -> None:
+        pending = self._pending.pop(bucket, None)
+        if pending is not None:
+            pending.wait()
+
+
+def _read_by(part: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module's own forward reads: its own, and those in lists, which have no forward."""
+    lists = [child for child in part.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
+    return [param for holder in (part, *lists) for param in holder.parameters(recurse=False)]
+
+
+def _waiting_for(gather: "weakref.ref[Gather]", buckets: list[Bucket]) -> Callable[..., None]:
+    def wait(*_: Any, **__: Any) -> None:
+        alive = gather()
+        if alive is not None:
+            for bucket in buckets:
+                alive._wait(bucket)
+
+    return wait
