@@ -383,3 +383,29 @@ def test_experts_are_reduced_over_a_mesh_of_their_own():
 
     # dense: 10 / 4; experts: their own sum over the dense size; summed: 10
     assert on_ranks(4, check) == [[-2.5, -0.75, -10.0]] * 2 + [[-2.5, -1.75, -10.0]] * 2
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_offloaded_states_train_the_same(ratio):
+    def train(rank, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(30, 30) for _ in range(10)])
+        optimizer = INNER["fused"](model.parameters(), bucket_cap_mb=0.004, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        for step in range(5):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 30)).square().mean().backward()
+            optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(step == 2)), torch.ones(())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        buckets = optimizer._backward.buckets
+        away = sum(b.params.numel() for b in buckets if b.inner_params is not b.param_slice)
+        return away / sum(b.params.numel() for b in buckets), [p.detach().clone() for p in model.parameters()]
+
+    # The CPU with a number passes for another device than the CPU without.
+    plain = on_ranks(2, train)
+    offloaded = on_ranks(2, lambda rank: train(rank, state_device="cpu:0", offload_ratio=ratio))
+    for (_, theirs), (away, ours) in zip(plain, offloaded, strict=True):
+        assert abs(away - ratio) < 0.11
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

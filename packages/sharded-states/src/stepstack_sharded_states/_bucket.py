@@ -48,9 +48,9 @@ class Bucket:
     param_slice: Tensor
     grad_slice: Tensor
     inner_params: Tensor
-    """What the inner optimizer steps: the slice itself, or a master copy of it in another dtype."""
+    """What the inner optimizer steps: the slice itself, or a master copy, in another dtype or on another device."""
     inner_grads: Tensor
-    """Its gradients: the slice itself, or a copy in the master's dtype."""
+    """Its gradients: the slice itself, or a copy like the master."""
     padding: Tensor
     """Where this rank's slice holds no parameter (indices)."""
     members: list[Member] = field(default_factory=list)
@@ -124,14 +124,14 @@ class Bucket:
             _show(member, None)
 
     def before_step(self) -> None:
-        """Give the inner optimizer the gradients in its dtype."""
+        """Start to give the inner optimizer the gradients, where it wants them elsewhere."""
         if self.inner_grads is not self.grad_slice:
-            self.inner_grads.copy_(self.grad_slice)
+            self.inner_grads.copy_(self.grad_slice, non_blocking=True)
 
     def after_step(self) -> None:
-        """Round the master copy to the parameters' dtype."""
+        """Start to round the master copy to the parameters."""
         if self.inner_params is not self.param_slice:
-            self.param_slice.copy_(self.inner_params)
+            self.param_slice.copy_(self.inner_params, non_blocking=True)
 
     def refresh(self) -> None:
         """Take the parameters' values as the master copy's."""
@@ -158,6 +158,7 @@ def build(
     grad_divisor: float,
     grad_dtype: torch.dtype | None,
     inner_dtype: torch.dtype | None,
+    inner_device: torch.device | None,
 ) -> Bucket:
     """Move parameters into a new bucket: each becomes a view of it, with the strides it had.
 
@@ -185,16 +186,23 @@ def build(
         grads,
         param_slice,
         grad_slice,
-        inner_params=param_slice if inner_dtype in (None, flat.dtype) else param_slice.to(inner_dtype),
-        inner_grads=grad_slice
-        if inner_dtype in (None, grads.dtype)
-        else torch.zeros_like(grad_slice, dtype=inner_dtype),
+        inner_params=_elsewhere(param_slice, inner_dtype, inner_device),
+        inner_grads=_elsewhere(grad_slice, inner_dtype, inner_device),
         padding=padding[mine].nonzero().squeeze(1),
     )
     missing = ranks.sharded(grads[:0], 0)
     for position, (name, param) in enumerate(params):
         bucket.members.append(_member(bucket, layout, position, name, param, homes[position], missing))
     return bucket
+
+
+def _elsewhere(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+    """A copy of that dtype on that device, pinned if it is on the CPU and the tensor is not; itself if it is so."""
+    dtype, device = dtype or tensor.dtype, device or tensor.device
+    if (dtype, device) == (tensor.dtype, tensor.device):
+        return tensor
+    pinned = device.type == "cpu" and tensor.device.type != "cpu"
+    return torch.empty_like(tensor, dtype=dtype, device=device, pin_memory=pinned).copy_(tensor)
 
 
 def _member(

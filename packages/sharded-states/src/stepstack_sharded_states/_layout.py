@@ -72,6 +72,16 @@ def plan(entries: Sequence[Entry], capacity: float) -> list[BucketLayout]:
     return [_lay_out(members, entries) for members in complete]
 
 
+def choose(layouts: Sequence[BucketLayout], ratio: float) -> list[BucketLayout]:
+    """Buckets that together have `ratio` of the elements, within half a bucket: those that backward completes first."""
+    chosen, numel, wanted = [], 0, ratio * sum(layout.numel for layout in layouts)
+    for layout in layouts:
+        if numel + layout.numel / 2 < wanted:
+            chosen.append(layout)
+            numel += layout.numel
+    return chosen
+
+
 def arrival_order(entries: Sequence[Entry]) -> list[int]:
     """Indices in the order in which their gradients are expected: the model's order, reversed.
 

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from ._backward import Backward
 from ._bucket import Member, build
 from ._gather import Gather
-from ._layout import Entry, plan
+from ._layout import Entry, choose, plan
 from ._mesh import Ranks, this_rank
 from ._params import Group, read_groups, refuse
-from ._state import from_inner, to_inner
+from ._state import from_inner, load_masters, to_inner
 
 
 class ShardedOptimizer(Optimizer):
@@ -44,6 +44,9 @@ class ShardedOptimizer(Optimizer):
       into the model, call `refresh_from_model()`. None: no copy; an inner optimizer may have masters of its own.
     - find_unused_parameters: ranks may differ in which parameters have a gradient: one that has none here counts as
       zero if it has one elsewhere. Costs a small reduction and one wait for the device in each backward that reduces.
+    - state_device: where the states and what the inner optimizer steps live, "cpu" under a model on GPUs. Gradients are
+      copied there and parameters back, by buckets; the step waits for the gradients. None: where the parameters are.
+    - offload_ratio: the part of the elements, in whole buckets, to which `state_device` applies.
     - grad_divisor: what the sum over ranks is divided by; 1 leaves the sum. None: the number of ranks in `mesh`.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
 
@@ -68,6 +71,8 @@ class ShardedOptimizer(Optimizer):
         mesh: DeviceMesh | None = None,
         grad_dtype: torch.dtype | None = None,
         inner_dtype: torch.dtype | None = None,
+        state_device: torch.device | str | None = None,
+        offload_ratio: float = 1.0,
         grad_divisor: float | None = None,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -78,6 +83,8 @@ class ShardedOptimizer(Optimizer):
         for name, number in (("bucket_cap_mb", bucket_cap_mb), ("grad_divisor", grad_divisor)):
             if number is not None and not number > 0:
                 raise ValueError(f"{this_rank()}: {name} must be positive, got {number}")
+        if not 0 <= offload_ratio <= 1:
+            raise ValueError(f"{this_rank()}: offload_ratio must be in [0, 1], got {offload_ratio}")
         groups = read_groups(params)
         device_type = mesh.device_type if mesh is not None else _first(groups).device.type
         refuse(groups, device_type)
@@ -85,6 +92,8 @@ class ShardedOptimizer(Optimizer):
         self._default_mesh, self._device_type = mesh, device_type
         self._grad_divisor = grad_divisor or self._meshes[mesh].size
         self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
+        self._state_device = None if state_device is None else torch.device(state_device)
+        self._offload_ratio = offload_ratio
         self._gather = Gather()
         self._backward = Backward(find_unused=find_unused_parameters)
         self._groups: list[Group] = []
@@ -111,6 +120,7 @@ class ShardedOptimizer(Optimizer):
         _copy_options(self.param_groups, self._inner.param_groups)
         for bucket in self._backward.buckets:
             bucket.before_step()
+        self._wait_for_offloaded_gradients()
         self._step_inner()
         for bucket in self._backward.buckets:
             bucket.after_step()
@@ -193,7 +203,10 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one."""
-        self._inner.load_state_dict(to_inner(state_dict, self._groups))
+        inner = to_inner(state_dict, self._groups)
+        self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
+        load_masters(state_dict, self._groups)
+        self._inner.load_state_dict(inner)
         _copy_options(self._inner.param_groups, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,7 +228,9 @@ class ShardedOptimizer(Optimizer):
             for number, _, param in params
         ]
         members: dict[int, Member] = {}
-        for layout in plan(entries, self._capacity):
+        layouts = plan(entries, self._capacity)
+        offloaded = choose(layouts, self._offload_ratio if self._state_device else 0.0)
+        for layout in layouts:
             ranks, grad_divisor = reductions[entries[layout.members[0]].group]
             bucket = build(
                 layout,
@@ -224,6 +239,7 @@ class ShardedOptimizer(Optimizer):
                 grad_divisor=grad_divisor,
                 grad_dtype=self._grad_dtype,
                 inner_dtype=self._inner_dtype,
+                inner_device=self._state_device if layout in offloaded else None,
             )
             self._backward.follow(bucket)
             members |= zip(layout.members, bucket.members, strict=True)
@@ -255,6 +271,12 @@ class ShardedOptimizer(Optimizer):
                         f"{this_rank()}: parameter {name!r} was frozen when the optimizer was made and so is not in "
                         "it: add it with add_param_group"
                     )
+
+    def _wait_for_offloaded_gradients(self) -> None:
+        """The inner optimizer reads on one device what another is still writing: the wait that offloading costs."""
+        for device in {b.grads.device for b in self._backward.buckets if b.inner_grads.device != b.grads.device}:
+            if device.type != "cpu":
+                torch.get_device_module(device).current_stream(device).synchronize()
 
     def _step_inner(self) -> None:
         """Hand on `grad_scale` and `found_inf` for this step; do their work for an optimizer that doesn't know them."""

@@ -32,7 +32,7 @@ def from_inner(inner: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
 
 
 def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
-    """The inner optimizer's part; master copies are loaded here. ValueError where it doesn't fit."""
+    """The inner optimizer's part of a state dict of ours. ValueError where it doesn't fit."""
     cut = _cut(groups)
     if state_dict.get("cut") != cut:
         difference = _difference(cut, state_dict.get("cut"), groups)
@@ -45,7 +45,7 @@ def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
     state = {index[position]: dict(values) for position, values in state_dict["state"].items()}
     for number, (_, member) in enumerate(owned):
         if _has_master(member) and number in state:
-            _piece(member).detach().copy_(state[number].pop("master_weight"))
+            del state[number]["master_weight"]
     return {
         "state": {number: values for number, values in state.items() if values},
         "param_groups": [
@@ -53,6 +53,13 @@ def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
             for options in state_dict["param_groups"]
         ],
     }
+
+
+def load_masters(state_dict: dict[str, Any], groups: list[Group]) -> None:
+    """Copy the master weights that the wrapper owns into place."""
+    for position, member in _owned(groups):
+        if _has_master(member):
+            _piece(member).detach().copy_(state_dict["state"][position]["master_weight"])
 
 
 def _owned(groups: list[Group]) -> list[tuple[int, Member]]:
