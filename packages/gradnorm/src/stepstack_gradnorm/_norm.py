@@ -1,0 +1,115 @@
+"""The two questions: how long is the whole gradient, and how long is each tensor of it."""
+
+from collections.abc import Hashable, Mapping
+from typing import Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepstack_gradnorm._part import Grads, Part, checked, each
+from stepstack_gradnorm._plan import added, device_of, totals
+from stepstack_gradnorm._shares import Shares
+from stepstack_gradnorm._sums import Maximum, sum_for
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@overload
+def total_norm(
+    grads: Grads,
+    norm_type: float = 2.0,
+    *,
+    agree_over: dist.ProcessGroup | None = None,
+    part_norms: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def total_norm(
+    grads: Grads,
+    norm_type: float = 2.0,
+    *,
+    agree_over: dist.ProcessGroup | None = None,
+    part_norms: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@torch.no_grad()
+def total_norm(
+    grads: Grads,
+    norm_type: float = 2.0,
+    *,
+    agree_over: dist.ProcessGroup | None = None,
+    part_norms: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm of all gradients as one vector, whoever holds what: a 0-d fp32 tensor that stays on the device.
+
+    For tensors of this process it is `torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]).double())`, to
+    1e-6 of itself, without the copies. It is not finite if a gradient is not or if it exceeds fp32, and only then.
+
+    `grads`: a tensor, a Part, or an iterable of both; None is skipped (see `grads_of` for what that loses), and what is
+    given twice counts once. A DTensor is reduced over the axes of its mesh that shard it, a Part over its groups; any
+    other tensor is this process's own and is not reduced. Partial placements cost an all-reduce of that gradient.
+    `norm_type`: 0 (the number of non-zero elements), any positive number, or `math.inf`.
+    `agree_over`: a group whose ranks all get the largest of their norms, for Parts that end in different groups.
+    `part_norms=True`: also the norms of the Parts, as a vector in their order, out of the same reduction.
+
+    All ranks of all groups call it with the same Parts and DTensors in the same order. Communication is one all-reduce
+    of a few numbers for each group of more than one rank, whichever gradients are there. No host sync (coalescing a
+    sparse gradient is one). The result lies on the device of the last reduction.
+    """
+    sum_ = sum_for(norm_type)
+    shares = Shares()
+    seen: set[Hashable] = set()
+    labels: list[int] = []
+    for item in each(grads):
+        if isinstance(item, Part):
+            labels.append(len(labels))
+        shares.add(item, labels[-1] if part_norms and isinstance(item, Part) else None, seen)
+    _check_inside(shares, agree_over)
+    sums = totals(shares, sum_)
+    total = added([*sums.values()] or [torch.zeros(sum_.shape, dtype=sum_.dtype)], sum_)
+    if not part_norms:
+        return _agreed(sum_.norm(total), agree_over)
+    norms = _agreed(sum_.norm(torch.stack([total, *(sums[label].to(total.device) for label in labels)])), agree_over)
+    return norms[0], norms[1:]
+
+
+@torch.no_grad()
+def tensor_norms(
+    grads: Mapping[Name, Tensor | Part | None],
+    norm_type: float = 2.0,
+    *,
+    agree_over: dist.ProcessGroup | None = None,
+) -> dict[Name, Tensor]:
+    """The norm of each gradient, by name, as `total_norm` of it would be, out of one reduction for all.
+
+    Every rank passes the same names in the same order; the norm of None is 0.
+    """
+    sum_ = sum_for(norm_type)
+    shares = Shares()
+    for name, grad in grads.items():
+        if grad is not None:
+            shares.add(grad if isinstance(grad, Part) else checked(grad, f"gradient {name!r}"), name, set())
+    _check_inside(shares, agree_over)
+    sums = totals(shares, sum_)
+    if not sums:
+        return {name: torch.zeros(()) for name in grads}
+    device = next(iter(sums.values())).device
+    nothing = torch.zeros(sum_.shape, dtype=sum_.dtype, device=device)
+    norms = sum_.norm(torch.stack([sums.get(name, nothing).to(device, non_blocking=True) for name in grads]))
+    return dict(zip(grads, _agreed(norms, agree_over).unbind(), strict=True))
+
+
+def _check_inside(shares: Shares, agree_over: dist.ProcessGroup | None) -> None:
+    if shares.outside and agree_over is None:
+        raise ValueError(f"{shares.outside}: it learns the norm by agree_over=<a group of it and of ranks inside>")
+
+
+def _agreed(norms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest of each over the ranks of the group."""
+    if group is None:
+        return norms
+    packed = norms.reshape(-1).to(device_of(group, norms.device), non_blocking=True)
+    return Maximum(packed.dtype).all_reduce(packed, group).reshape(norms.shape)

@@ -1,0 +1,85 @@
+"""From shares to sums over all ranks: one all-reduce for each group, in an order that all its ranks agree on."""
+
+from collections.abc import Hashable, Iterable
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepstack_gradnorm._runs import Place, runs
+from stepstack_gradnorm._shares import Share, Shares
+from stepstack_gradnorm._sums import Sum
+
+Key: TypeAlias = tuple[Hashable, frozenset[str]]  # a label, and the groups that are still to be added up over
+
+
+def totals(shares: Shares, sum_: Sum) -> dict[Hashable, Tensor]:
+    """By label, what the tensors with it add up to over all ranks. On the device of the group that was reduced last.
+
+    What is packed for a group follows from the structure alone. The groups that only the meshes of DTensors name come
+    first, so that a Part is one number, whatever it is made of, when the ranks that it is sharded over meet.
+    """
+    pending = dict(zip([(share.label, share.groups) for share in shares], _local([*shares], sum_), strict=True))
+    for name in sorted(shares.groups, key=lambda name: (name in shares.of_parts, name)):
+        pending = _reduced(pending, name, shares.groups[name], sum_)
+    return {label: value for (label, _), value in pending.items()}
+
+
+def home(devices: Iterable[torch.device]) -> torch.device:
+    """Where numbers from these devices meet: on the first that is no CPU, since a copy to the CPU would wait for it."""
+    several = [*devices]
+    return next((device for device in several if device.type != "cpu"), torch.device("cpu"))
+
+
+def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
+    """A device that the group communicates on: the preferred one if it can, else the current one of its kind."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if preferred.type in kinds:
+        return preferred
+    kind = next((kind for kind in kinds if kind != "cpu"), kinds[0])
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _local(shares: list[Share], sum_: Sum) -> list[Tensor]:
+    """What each share adds up to on this rank."""
+    lists: dict[Place, list[list[Tensor]]] = {}
+    for index, share in enumerate(shares):
+        for place, joined in runs(map(_dense, share.tensors)).items():
+            lists.setdefault(place, [[] for _ in shares])[index] = joined
+    to = home(device for device, _ in lists)
+    stacks: list[list[Tensor]] = [[] for _ in shares]
+    for several in lists.values():
+        values = sum_.of([*chain.from_iterable(several)]).to(to, non_blocking=True)
+        for stack, own in zip(stacks, torch.split(values, [len(joined) for joined in several]), strict=True):
+            stack.append(own)
+    nothing = torch.zeros((0, *sum_.shape), dtype=sum_.dtype, device=to)
+    return [*sum_.together([torch.cat(stack) if stack else nothing for stack in stacks]).unbind()] if stacks else []
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Without layout: the values of a sparse tensor, where an index that was repeated has the sum of its values."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+def _reduced(pending: dict[Key, Tensor], name: str, group: dist.ProcessGroup, sum_: Sum) -> dict[Key, Tensor]:
+    """After the all-reduce over one group; what then has the same label and groups is added up."""
+    meant = [key for key in pending if name in key[1]]
+    device = device_of(group, home(pending[key].device for key in meant))
+    packed = torch.stack([pending[key].to(device, non_blocking=True) for key in meant])
+    pending = pending | dict(zip(meant, sum_.all_reduce(packed, group).unbind(), strict=True))
+    merged: dict[Key, list[Tensor]] = {}
+    for (label, names), value in pending.items():
+        merged.setdefault((label, names - {name}), []).append(value)
+    return {key: added(values, sum_) for key, values in merged.items()}
+
+
+def added(values: list[Tensor], sum_: Sum) -> Tensor:
+    """Values of any devices added up."""
+    if len(values) == 1:
+        return values[0]
+    device = home(value.device for value in values)
+    return sum_.together([torch.stack([value.to(device, non_blocking=True) for value in values])])[0]
