@@ -1,0 +1,132 @@
+"""`OptimizerStep`: everything between a backward and the next forward, in one call."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stepstack._scale import update_scale
+from stepstack._schedule import schedule_of
+from stepstack_clip import clip_coefficient, multiply_
+from stepstack_gradnorm import grads_of, total_norm
+from stepstack_sharded_states import ShardedOptimizer
+
+
+class StepResult(NamedTuple):
+    """What a step did, in three 0-d fp32 tensors on the parameters' device. Reading one waits for the device."""
+
+    grad_norm: Tensor
+    """The norm of the whole gradient, without the loss scale, before clipping. Not finite: the step was skipped."""
+    clip_coefficient: Tensor
+    """What the gradient was multiplied by, at most 1."""
+    skipped: Tensor
+    """1 if the gradient was not finite, so that nothing has changed, else 0."""
+
+
+class OptimizerStep:
+    """A whole step of the optimizer: norm, clip, update, loss scale, learning rate, gradients forgotten.
+
+        optimizer_step = OptimizerStep(optimizer, max_norm=1.0, scaler=scaler)
+        scaler.scale(model(batch)).backward()
+        result = optimizer_step()
+
+    does what the following does, without the passes over the gradients that unscaling and clipping make, and without
+    waiting for the device:
+
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    Parameters
+    - optimizer: any torch optimizer that takes `grad_scale` and `found_inf` (`_step_supports_amp_scaling`, as torch
+      calls it): `FusedAdamW`, `torch.optim.AdamW(fused=True)`, `ShardedOptimizer`. For any other, the step divides the
+      gradients itself and waits for the device once, to know whether to call the optimizer at all.
+    - max_norm: the gradient is scaled down to this norm if its own is greater. None measures only.
+    - scaler: the one that scaled the loss, ours or torch's. Its `unscale_` and `update` are not called by the loop.
+      None, or a disabled one: no loss scale; a gradient that is not finite skips the step all the same.
+    - lr_scheduler: either of two, and neither advances on a skipped step.
+      A function from the number of applied steps, a 0-d fp32 tensor on the device, to a factor, likewise: each group's
+      learning rate becomes `initial_lr` times that, without a wait. `group["lr"]` is made a tensor.
+      Or a torch scheduler: it is moved just before the next update, when it is known whether this one was applied. That
+      flag travels to the host while the next forward and backward are queued; the call after waits for it, so the host
+      is never more than one step ahead of the device. Until then `get_last_lr()` is what the last update used.
+
+    Every rank that holds a part of the gradient calls it. The norm of a `ShardedOptimizer` or of DTensors is that of
+    the whole gradient; plain gradients are taken as the same on all ranks, as DistributedDataParallel leaves them.
+
+    Raises ValueError for a max_norm that is negative or NaN, TypeError for what is not a scaler or not a schedule.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        scaler: GradScaler | None = None,
+        lr_scheduler: LRScheduler | Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if max_norm is not None and not max_norm >= 0:
+            raise ValueError(f"max_norm must be zero or more, or None for no clipping; got {max_norm}")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or stepstack's, got {type(scaler).__name__}")
+        self.optimizer = optimizer
+        self.max_norm = float("inf") if max_norm is None else max_norm
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        device = next(param.device for group in optimizer.param_groups for param in group["params"])
+        self.applied_steps = torch.zeros((), device=device)
+        """How many calls have changed the parameters: 0-d fp32 (exact to 2²⁴), on the device."""
+        self._schedule = schedule_of(lr_scheduler, optimizer, self.applied_steps)
+
+    @torch.no_grad()
+    def __call__(self) -> StepResult:
+        """Step. The gradients are used up: `.grad` is None afterwards, in a skipped step too."""
+        grads = self._grads()
+        norm = total_norm(grads).to(self.applied_steps.device, non_blocking=True)
+        scale = torch.ones_like(norm)
+        if self.scaler is not None:
+            scale = self.scaler.scale(scale)
+        norm = norm / scale
+        coefficient = clip_coefficient(norm, self.max_norm)
+        found_inf = (~norm.isfinite()).float()
+        self._schedule.before_update(self.applied_steps)
+        self._update(grads, scale / coefficient, found_inf)
+        self._schedule.after_update(found_inf)
+        if self.scaler is not None:
+            update_scale(self.scaler, found_inf)
+        self.applied_steps += 1 - found_inf
+        self.optimizer.zero_grad()
+        return StepResult(norm, coefficient, found_inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of applied steps and the schedule; the optimizer and the scaler have state dicts of their own."""
+        return {"applied_steps": self.applied_steps.clone(), "lr_scheduler": self._schedule.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave, with the same kind of lr_scheduler. Load the optimizer's as well."""
+        self._schedule.load_state_dict(state_dict["lr_scheduler"])
+        self.applied_steps.copy_(state_dict["applied_steps"])
+
+    def _grads(self) -> list[Tensor]:
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return self.optimizer.grad_shards()
+        return grads_of(param for group in self.optimizer.param_groups for param in group["params"])
+
+    def _update(self, grads: list[Tensor], divisor: Tensor, found_inf: Tensor) -> None:
+        optimizer: Any = self.optimizer
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not found_inf.item():  # The one wait: an optimizer without the flag can't be told on the device.
+            multiply_(grads, divisor.reciprocal())
+            optimizer.step()
