@@ -1,0 +1,207 @@
+import math
+
+import pytest
+import torch
+
+from stepstack import OptimizerStep
+from stepstack_clip import clip_coefficient
+from stepstack_fused_adam import FusedAdamW
+from stepstack_grad_scaler import GradScaler
+from stepstack_gradnorm import grads_of, total_norm
+from stepstack_testing import HostSyncs
+
+SCALERS = {
+    "no scaler": lambda: None,
+    "torch's scaler": lambda: torch.amp.GradScaler("cpu", init_scale=4.0),
+    "our scaler": lambda: GradScaler("cpu", init_scale=4.0),
+}
+FUSED = {
+    "torch's AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "FusedAdamW": lambda params: FusedAdamW(params, lr=0.1),
+}
+OPTIMIZERS = {
+    **FUSED,
+    "an optimizer without the flag": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
+}
+each_scaler = pytest.mark.parametrize("make_scaler", SCALERS.values(), ids=SCALERS)
+each_optimizer = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 5), (7,), ())]
+
+
+def backward(params, scaler, number, bad=False):
+    """A gradient of norm about 5, another one for each number."""
+    generator = torch.Generator().manual_seed(number)
+    loss = sum((param * torch.randn(param.shape, generator=generator)).sum() for param in params)
+    if bad:
+        loss = loss + params[1][2] * math.inf
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def snapshot(params, optimizer):
+    """Values that a step may change, by name."""
+    states = {(i, key): value for i, p in enumerate(params) for key, value in optimizer.state[p].items()}
+    return {name: value.clone() for name, value in {**dict(enumerate(params)), **states}.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@each_scaler
+@each_optimizer
+def test_a_step_is_the_loop_that_unscales_and_clips(make_optimizer, make_scaler):
+    params, reference = parameters(), parameters()
+    optimizer, torch_optimizer = make_optimizer(params), torch.optim.AdamW(reference, lr=0.1)
+    scaler, torch_scaler = make_scaler(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    step = OptimizerStep(optimizer, max_norm=1.0, scaler=scaler)
+    for number in range(5):
+        backward(params, scaler, number)
+        result = step()
+
+        backward(reference, torch_scaler, number)
+        torch_scaler.unscale_(torch_optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(reference, 1.0)
+        torch_scaler.step(torch_optimizer)
+        torch_scaler.update()
+        torch_optimizer.zero_grad()
+
+        torch.testing.assert_close(result.grad_norm, norm)
+        torch.testing.assert_close(result.clip_coefficient, 1 / norm)
+        torch.testing.assert_close(params, reference, rtol=1e-5, atol=1e-6)
+    assert all(param.grad is None for param in params)
+    assert step.applied_steps == 5
+
+
+@pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
+def test_the_step_composed_by_hand_is_the_same_bit_for_bit(make_optimizer):
+    params, by_hand = parameters(), parameters()
+    composed, optimizer = make_optimizer(params), make_optimizer(by_hand)
+    composed_scaler, scaler = GradScaler("cpu", init_scale=4.0), GradScaler("cpu", init_scale=4.0)
+    step = OptimizerStep(composed, max_norm=1.0, scaler=composed_scaler)
+    for number in range(6):
+        backward(params, composed_scaler, number, bad=number == 3)
+        result = step()
+
+        backward(by_hand, scaler, number, bad=number == 3)
+        norm = total_norm(grads_of(by_hand)) / scaler.scale_tensor
+        optimizer.grad_scale = scaler.scale_tensor / clip_coefficient(norm, max_norm=1.0)
+        optimizer.found_inf = found_inf = (~norm.isfinite()).float()
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+        scaler.update(found_inf=found_inf)
+        optimizer.zero_grad()
+
+        assert torch.equal(result.grad_norm, norm) or number == 3
+        assert torch.equal(result.skipped, found_inf)
+        assert torch.equal(composed_scaler.scale_tensor, scaler.scale_tensor)
+        assert same(snapshot(params, composed), snapshot(by_hand, optimizer))
+
+
+@each_scaler
+@each_optimizer
+def test_a_skipped_step_changes_nothing_but_the_scale(make_optimizer, make_scaler):
+    params, scaler = parameters(), make_scaler()
+    optimizer = make_optimizer(params)
+    step = OptimizerStep(optimizer, max_norm=1.0, scaler=scaler)
+    backward(params, scaler, 0)
+    assert step().skipped == 0
+    before = snapshot(params, optimizer)
+
+    backward(params, scaler, 1, bad=True)
+    result = step()
+    assert result.skipped == 1
+    assert not result.grad_norm.isfinite()
+    assert result.clip_coefficient == 1
+    assert same(snapshot(params, optimizer), before)
+    assert step.applied_steps == 1
+    assert all(param.grad is None for param in params)
+    assert scaler is None or scaler.get_scale() == 2.0
+
+    backward(params, scaler, 2)
+    assert step().skipped == 0
+    assert not same(snapshot(params, optimizer), before)
+
+
+@each_scaler
+def test_a_norm_beyond_fp32_skips_too(make_scaler):
+    param, scaler = torch.nn.Parameter(torch.zeros(2)), make_scaler()
+    step = OptimizerStep(FusedAdamW([param]), max_norm=1.0, scaler=scaler)
+    if scaler is not None:
+        scaler.scale(param.sum().detach())
+    param.grad = torch.full((2,), 3e38)
+    assert step().skipped == 1
+    assert param.count_nonzero() == 0
+    assert scaler is None or scaler.get_scale() == 2.0
+
+
+@each_scaler
+def test_the_norm_is_measured_without_a_max_norm(make_scaler):
+    params, scaler = parameters(), make_scaler()
+    step = OptimizerStep(FusedAdamW(params), scaler=scaler)
+    backward(params, scaler, 0)
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    expected = torch.cat([param.grad.flatten().double() for param in params]).norm() / scale
+    result = step()
+    torch.testing.assert_close(result.grad_norm.double(), expected)
+    assert result.clip_coefficient == 1
+
+
+@each_scaler
+@pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
+def test_nothing_waits_for_the_device(make_optimizer, make_scaler):
+    params, scaler = parameters(), make_scaler()
+    step = OptimizerStep(make_optimizer(params), max_norm=1.0, scaler=scaler)
+    for number in range(2):
+        backward(params, scaler, number)
+        with HostSyncs() as syncs:
+            step()
+        assert syncs == []
+
+
+def test_an_optimizer_without_the_flag_is_waited_for_once():
+    params = parameters()
+    step = OptimizerStep(torch.optim.SGD(params, lr=0.1, foreach=False), max_norm=1.0)
+    backward(params, None, 0)
+    with HostSyncs() as syncs:
+        step()
+    assert syncs == ["aten._local_scalar_dense"]
+
+
+def test_a_disabled_scaler_is_none():
+    params, reference = parameters(), parameters()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = OptimizerStep(FusedAdamW(params), max_norm=1.0, scaler=scaler)
+    without = OptimizerStep(FusedAdamW(reference), max_norm=1.0)
+    for bad in (False, True, False):
+        backward(params, scaler, 0, bad)
+        backward(reference, None, 0, bad)
+        assert step().skipped == without().skipped == bad
+    assert all(map(torch.equal, params, reference))
+
+
+def test_grad_scale_and_found_inf_are_gone_after_a_step_that_fails():
+    class Failing(FusedAdamW):
+        def step(self, closure=None):
+            raise RuntimeError("out of luck")
+
+    optimizer = Failing(parameters())
+    with pytest.raises(RuntimeError, match="out of luck"):
+        OptimizerStep(optimizer)()
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, -math.inf, math.nan])
+def test_a_max_norm_that_is_none_is_refused(max_norm):
+    with pytest.raises(ValueError, match=f"max_norm.*{max_norm}"):
+        OptimizerStep(FusedAdamW(parameters()), max_norm=max_norm)
+
+
+def test_what_is_not_an_optimizer_or_a_scaler_is_refused():
+    with pytest.raises(TypeError, match=r"optimizer must be .* got list"):
+        OptimizerStep(parameters())
+    with pytest.raises(TypeError, match=r"scaler must be .* got float"):
+        OptimizerStep(FusedAdamW(parameters()), scaler=4.0)
