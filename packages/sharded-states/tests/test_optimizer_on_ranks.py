@@ -44,14 +44,15 @@ def train_alone(ranks, accumulate, steps=8):
     return [p.detach() for p in model.parameters()]
 
 
-def train_sharded(rank, shape, accumulate, capacity, no_sync, steps=8):
+def train_sharded(rank, shape, accumulate, capacity, no_sync, steps=8, **options):
     mesh = init_device_mesh("cpu", shape)
     model = make_model()
     if rank:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1.0)  # the first rank's values count
-    optimizer = ShardedOptimizer(groups_of(model), torch.optim.AdamW, mesh=mesh, bucket_cap_mb=capacity, lr=0.01)
+    options |= {"mesh": mesh, "bucket_cap_mb": capacity, "lr": 0.01}
+    optimizer = ShardedOptimizer(groups_of(model), torch.optim.AdamW, **options)
     for step in range(steps):
         for micro in range(accumulate):
             loss = model(batches(step, micro, mesh.size())[rank]).square().mean()
@@ -84,6 +85,20 @@ def test_sharded_training_equals_one_process(shape, accumulate, capacity, no_syn
     for result in results:
         for ours, theirs, first in zip(result, expected, results[0], strict=True):
             assert torch.equal(ours, first)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "reduced each time"])
+@pytest.mark.parametrize("holding", ["shard_gradients", "capturable"])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2x2 ranks"])
+def test_other_ways_to_hold_gradients_give_the_same(shape, holding, no_sync):
+    def train(rank, **options):
+        return train_sharded(rank, shape, 3, 0.001, no_sync, **options)
+
+    world = torch.Size(shape).numel()
+    held = on_ranks(world, lambda rank: train(rank, **{holding: True}))
+    for result, expected in zip(held, on_ranks(world, train), strict=True):
+        for ours, theirs in zip(result, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 

@@ -140,7 +140,7 @@ def test_launches_come_in_backward_not_after_it():
         optimizer = ShardedOptimizer([first, last], torch.optim.SGD, bucket_cap_mb=1e-6)
         pending = []
         x = first * 1
-        x.register_hook(lambda _: pending.append([b.reduction is not None for b in optimizer._backward.buckets]))
+        x.register_hook(lambda _: pending.append([b.gradients.under_way for b in optimizer._backward.buckets]))
         (x * last).sum().backward()
         return pending
 
@@ -409,3 +409,48 @@ def test_offloaded_states_train_the_same(ratio):
     for (_, theirs), (away, ours) in zip(plain, offloaded, strict=True):
         assert abs(away - ratio) < 0.11
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_capturable_gradients_keep_their_addresses_and_are_zeroed_by_one_fill_a_bucket():
+    def check(rank):
+        params = [nn.Parameter(torch.ones(2**16)) for _ in range(6)]
+        optimizer = INNER["fused"](params, bucket_cap_mb=0.5, capturable=True)
+        addresses = [p.grad.data_ptr() for p in params]
+        for set_to_none in (True, False, True):
+            with optimizer.no_sync():
+                sum(p.sum() for p in params).backward()
+            sum(p.sum() for p in params).backward()
+            optimizer.step()
+            with Operations() as operations:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            assert [p.grad.data_ptr() for p in params] == addresses
+            assert operations["aten.zero_"] == len(optimizer._backward.buckets) == 3
+            assert not any(p.grad.any() for p in params)
+        return operations.collectives()
+
+    assert on_ranks(2, check) == [{}] * 2
+
+
+def test_a_gradient_asked_for_otherwise_does_not_disturb_capturable_ones():
+    def check(rank, ask):
+        p = nn.Parameter(torch.ones(100))
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=1.0, capturable=True)
+        p.sum().backward()
+        if ask:
+            torch.autograd.grad((p * 3).sum(), p)
+        optimizer.step()
+        return p.detach().clone()
+
+    assert torch.equal(on_ranks(2, check, True)[0], on_ranks(2, check, False)[0])
+
+
+def test_sharded_gradients_take_a_slice_and_two_buffers():
+    def check(rank):
+        params = [nn.Parameter(torch.ones(1024)) for _ in range(8)]
+        optimizer = INNER["fused"](params, bucket_cap_mb=4096 / 2**20, shard_gradients=True)
+        sum(p.sum() for p in params).backward()
+        pool = next(iter(optimizer._pools.values()))
+        slices = sum(bucket.gradients.slice.untyped_storage().nbytes() for bucket in optimizer._backward.buckets)
+        return slices, [buffer.numel() for buffer in pool._free]
+
+    assert on_ranks(2, check) == [(8 * 1024 * 4 // 2, [1024, 1024])] * 2

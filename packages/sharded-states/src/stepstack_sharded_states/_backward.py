@@ -2,13 +2,13 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._bucket import Bucket, Member
-from ._mesh import Ranks, this_rank
+from stepstack_sharded_states._bucket import Bucket, Member
+from stepstack_sharded_states._gradients import ViewedGradients
+from stepstack_sharded_states._mesh import Ranks, this_rank
 
 
 class Backward:
@@ -30,18 +30,23 @@ class Backward:
         """Take this bucket's gradients from now on; it is launched after those followed before."""
         self.buckets.append(bucket)
         for member in bucket.members:
-            hook = _hook(weakref.ref(self), bucket, member)
-            handle = member.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
+            after = _calling(weakref.ref(self), Backward._receive, bucket, member)
+            handles = [member.param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+            if isinstance(bucket.gradients, ViewedGradients):
+                before = _calling(weakref.ref(self), Backward._prepare, bucket, member)
+                handles.append(member.param.register_hook(before))  # type: ignore[no-untyped-call]
+            for handle in handles:
+                weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
 
     def finish(self) -> None:
         """Reduce what no backward has: accumulated under `no_sync`, or assigned to `.grad` by hand. Collective then."""
         for bucket in self.buckets:
             for member in bucket.members:
-                if member.param.grad is not None:
+                if bucket.gradients.is_new(member):
                     self._start_afresh()
                     bucket.receive(member)
-        if any(member.unreduced for bucket in self.buckets for member in bucket.members):
+        waiting = any(bucket.gradients.set_aside for bucket in self.buckets)
+        if waiting or any(member.unreduced for bucket in self.buckets for member in bucket.members):
             self._reduce()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -53,18 +58,23 @@ class Backward:
         """A step has used the gradients: they can still be looked at, the next one to arrive starts afresh."""
         self._stepped = True
 
+    def _prepare(self, bucket: Bucket, member: Member) -> None:
+        if member.param.data_ptr() == member.address:
+            self._start_afresh()
+            bucket.gradients.before_accumulation()
+
     def _receive(self, bucket: Bucket, member: Member) -> None:
         if member.param.data_ptr() != member.address:
             return  # another optimizer has taken the parameter, or it was moved: then step() says so
         self._start_afresh()
-        if bucket.reduction is not None:
+        if bucket.gradients.under_way:
             raise RuntimeError(
                 f"{this_rank()}: parameter {member.name!r} got another gradient in the same backward after its bucket "
                 "was reduced, so part of it would be lost. Something inside this backward runs a backward of its own "
                 "(a re-entrant activation checkpoint does): use use_reentrant=False, or run it under no_sync()"
             )
         bucket.receive(member)
-        if self.synchronising:
+        if self.synchronising or bucket.gradients.reduces_always:
             self._follow_to_its_end()
             bucket.arrived.add(member)
             self._launch_full()
@@ -94,8 +104,11 @@ class Backward:
     def _reduce(self) -> None:
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
-        for work in [bucket.across_replicas() for bucket in self.buckets]:
+        under_way = [bucket.gradients for bucket in self.buckets if bucket.gradients.under_way]
+        for work in [gradients.across_replicas() for gradients in under_way]:
             work.wait()
+        for gradients in under_way:
+            gradients.collect()
         if self._find_unused:
             self._agree_on_what_is_used()
         for bucket in self.buckets:
@@ -108,18 +121,23 @@ class Backward:
         for bucket in self.buckets:
             of_mesh.setdefault(bucket.ranks, []).extend(bucket.members)
         for ranks, members in of_mesh.items():
-            device = members[0].grad.device
+            device = members[0].param.device
             used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)
             ranks.all_reduce_max(used)
             for member, anywhere in zip(members, used.tolist(), strict=True):  # waits: the host decides what to step
                 member.used = bool(anywhere)
 
 
-def _hook(backward: "weakref.ref[Backward]", bucket: Bucket, member: Member) -> Callable[[Tensor], Any]:
-    def on_gradient(_: Tensor) -> None:
+def _calling(
+    backward: "weakref.ref[Backward]",
+    method: Callable[[Backward, Bucket, Member], None],
+    bucket: Bucket,
+    member: Member,
+) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
         alive = backward()
         if alive is not None:
             with torch.no_grad():
-                alive._receive(bucket, member)
+                method(alive, bucket, member)
 
-    return on_gradient
+    return hook

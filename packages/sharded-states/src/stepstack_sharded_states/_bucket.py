@@ -1,20 +1,20 @@
 """A flat buffer of parameters, a flat buffer of their gradients, and who owns which slice."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._layout import BucketLayout, dense_stride
-from ._mesh import Pending, Ranks
+from stepstack_sharded_states._gradients import Gradients
+from stepstack_sharded_states._layout import BucketLayout, dense_stride
+from stepstack_sharded_states._mesh import Pending, Ranks
 
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a bucket: its gradient's place there, and the piece of both that this rank owns.
+    """One parameter of a bucket: its place there, and the piece of it that this rank owns.
 
     `shard` and `shard_grad` are what callers see: DTensors (1-D, over the mesh) that share memory with the pieces, with
     nothing in them on a rank that owns nothing. `missing_grad` stands for a gradient that is not there.
@@ -22,7 +22,8 @@ class Member:
 
     name: str
     param: Parameter
-    grad: Tensor
+    start: int
+    stride: tuple[int, ...]
     address: int
     interval: tuple[int, int]
     """The piece, in elements of the padded parameter."""
@@ -36,97 +37,62 @@ class Member:
     unreduced: bool = False
     """Its place in the bucket holds a gradient of this rank that no reduction has seen."""
 
+    def place_in(self, flat: Tensor) -> Tensor:
+        """Its part of a buffer of the bucket's size, as the parameter lies in its own."""
+        return flat.as_strided(self.param.shape, self.stride, self.start)
+
+    def show(self, grad: Tensor | None) -> None:
+        """Let everybody who looks for this parameter's gradient find it, or find that there is none."""
+        self.shard.grad = grad
+        self.param.grad_shard = self.missing_grad if grad is None else grad  # type: ignore[attr-defined]
+        if self.piece is not None:
+            self.piece.grad = None if grad is None else self.piece_grad
+
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients arrive by `receive`, are reduced by `launch` and `finish`, and parameters go out by `gather`."""
+    """Gradients arrive by `receive`, are reduced from `launch` to `finish`, and parameters go out by `gather`."""
 
     ranks: Ranks
-    grad_divisor: float
     params: Tensor
-    grads: Tensor
     param_slice: Tensor
-    grad_slice: Tensor
+    gradients: Gradients
     inner_params: Tensor
     """What the inner optimizer steps: the slice itself, or a master copy, in another dtype or on another device."""
     inner_grads: Tensor
     """Its gradients: the slice itself, or a copy like the master."""
-    padding: Tensor
-    """Where this rank's slice holds no parameter (indices)."""
     members: list[Member] = field(default_factory=list)
     arrived: set[Member] = field(default_factory=set)
     """Those whose gradient has come in this backward."""
-    reduction: Pending | None = None
-    """Under way, from its launch to the end of backward."""
-    reduced: bool = False
-    """The slice holds what earlier backwards of this step have reduced."""
-    carried: Tensor | None = None
-    """That, set aside while the slice is needed for another backward."""
 
     def receive(self, member: Member) -> None:
-        """Move `param.grad` into the bucket: copy the first of a step, add the later ones."""
-        grad = member.param.grad
-        assert grad is not None
-        if self.reduced:
-            self._set_aside()
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if member.unreduced:
-            member.grad.add_(grad)
-        else:
-            member.grad.copy_(grad)
-        member.param.grad = None
+        """Take in a gradient that is new in `member.param.grad`."""
+        self.gradients.receive(member)
         member.unreduced = member.used = True
 
     def launch(self) -> None:
         """Start the reduction. Every rank launches its buckets in the same order."""
-        if self.reduced:
-            self._set_aside()
-        missing = [member.grad for member in self.members if not member.unreduced]
-        if len(missing) == len(self.members):
-            self.grads.zero_()
-        elif missing:
-            torch._foreach_zero_(missing)
-        self.reduction = self.ranks.reduce_scatter(self.grads, self.grad_slice, self._operation)
-
-    def across_replicas(self) -> Pending:
-        """Wait for the reduction inside the shard axis and start the one over the replicate axis."""
-        assert self.reduction is not None
-        self.reduction.wait()
-        return self.ranks.all_reduce(self.grad_slice, self._operation)
+        self.gradients.launch(self.members)
 
     def finish(self) -> None:
-        """The reduction is done: add what earlier backwards left and give the pieces their gradients."""
-        if self._operation is dist.ReduceOp.SUM and self.grad_divisor != 1:
-            self.grad_slice.div_(self.grad_divisor)
-        if self.carried is not None:
-            self.grad_slice.add_(self.carried)
-        if self.padding.numel():  # it stays zero, though callers may multiply a shard by a coefficient that is NaN
-            self.grad_slice.index_fill_(0, self.padding, 0)
-        self.reduction, self.carried, self.reduced = None, None, True
+        """The reduction is over: give the pieces their gradients."""
         self.arrived.clear()
         for member in self.members:
             member.unreduced = False
             if member.used:
-                _show(member, member.shard_grad)
+                member.show(member.shard_grad)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients, or set those that are there to zero."""
-        if self.reduction is not None:  # of a backward that never came to its end
-            self.reduction.wait()
-        self.reduction, self.carried, self.reduced = None, None, False
         self.arrived.clear()
-        if not set_to_none:
-            self.grads.zero_()
+        self.gradients.zero(self.members, set_to_none=set_to_none)
         for member in self.members:
-            member.param.grad = None
-            member.unreduced = member.used = member.used and not set_to_none
-            _show(member, None)
+            member.show(None)
 
     def before_step(self) -> None:
         """Start to give the inner optimizer the gradients, where it wants them elsewhere."""
-        if self.inner_grads is not self.grad_slice:
-            self.inner_grads.copy_(self.grad_slice, non_blocking=True)
+        if self.inner_grads is not self.gradients.slice:
+            self.inner_grads.copy_(self.gradients.slice, non_blocking=True)
 
     def after_step(self) -> None:
         """Start to round the master copy to the parameters."""
@@ -142,23 +108,20 @@ class Bucket:
         """Start to give every rank of the shard axis all slices of the parameters."""
         return self.ranks.all_gather(self.params, self.param_slice)
 
-    @property
-    def _operation(self) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.AVG if self.grad_divisor == self.ranks.size else dist.ReduceOp.SUM
 
-    def _set_aside(self) -> None:
-        self.carried, self.reduced = self.grad_slice.clone(), False
+@dataclass(frozen=True)
+class Storage:
+    """How buckets hold what they hold."""
+
+    hold_gradients: Callable[..., Gradients]
+    """A class of `Gradients`."""
+    grad_dtype: torch.dtype | None
+    inner_dtype: torch.dtype | None
+    inner_device: torch.device | None
 
 
 def build(
-    layout: BucketLayout,
-    params: Sequence[tuple[str, Parameter]],
-    ranks: Ranks,
-    *,
-    grad_divisor: float,
-    grad_dtype: torch.dtype | None,
-    inner_dtype: torch.dtype | None,
-    inner_device: torch.device | None,
+    layout: BucketLayout, params: Sequence[tuple[str, Parameter]], ranks: Ranks, grad_divisor: float, storage: Storage
 ) -> Bucket:
     """Move parameters into a new bucket: each becomes a view of it, with the strides it had.
 
@@ -166,33 +129,30 @@ def build(
     """
     like = params[0][1]
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
-    grads = torch.zeros_like(flat, dtype=grad_dtype)
     padding = torch.ones_like(flat, dtype=torch.bool)
-    homes = []
     for start, (_, param) in zip(layout.starts, params, strict=True):
-        stride = dense_stride(param.shape, param.stride())
-        home = flat.as_strided(param.shape, stride, start)
+        home = flat.as_strided(param.shape, dense_stride(param.shape, param.stride()), start)
         home.copy_(param.detach())
         param.data = home
-        homes.append(grads.as_strided(param.shape, stride, start))
         padding[start : start + param.numel()] = False
     ranks.broadcast(flat)
     mine = slice(ranks.shard * layout.slice_numel, (ranks.shard + 1) * layout.slice_numel)
-    param_slice, grad_slice = flat[mine], grads[mine]
+    param_slice = flat[mine]
+    gradients = storage.hold_gradients(
+        ranks, grad_divisor, flat, storage.grad_dtype or flat.dtype, mine, padding[mine].nonzero().squeeze(1)
+    )
     bucket = Bucket(
         ranks,
-        grad_divisor,
         flat,
-        grads,
         param_slice,
-        grad_slice,
-        inner_params=_elsewhere(param_slice, inner_dtype, inner_device),
-        inner_grads=_elsewhere(grad_slice, inner_dtype, inner_device),
-        padding=padding[mine].nonzero().squeeze(1),
+        gradients,
+        inner_params=_elsewhere(param_slice, storage.inner_dtype, storage.inner_device),
+        inner_grads=_elsewhere(gradients.slice, storage.inner_dtype, storage.inner_device),
     )
-    missing = ranks.sharded(grads[:0], 0)
+    missing = ranks.sharded(gradients.slice[:0], 0)
     for position, (name, param) in enumerate(params):
-        bucket.members.append(_member(bucket, layout, position, name, param, homes[position], missing))
+        bucket.members.append(_member(bucket, layout, position, name, param, missing))
+    bucket.zero_grad(set_to_none=True)
     return bucket
 
 
@@ -206,7 +166,7 @@ def _elsewhere(tensor: Tensor, dtype: torch.dtype | None, device: torch.device |
 
 
 def _member(
-    bucket: Bucket, layout: BucketLayout, position: int, name: str, param: Parameter, grad: Tensor, missing: Tensor
+    bucket: Bucket, layout: BucketLayout, position: int, name: str, param: Parameter, missing: Tensor
 ) -> Member:
     ranks, start, numel = bucket.ranks, layout.starts[position], layout.stops[position] - layout.starts[position]
     first, last = layout.piece(position, ranks.shard)
@@ -214,25 +174,17 @@ def _member(
     member = Member(
         name,
         param,
-        grad,
+        start,
+        param.stride(),
         address=param.data_ptr(),
         interval=(first - start, last - start),
         piece=Parameter(bucket.inner_params[mine]) if first < last else None,
         piece_grad=bucket.inner_grads[mine],
         shard=ranks.sharded(bucket.inner_params[mine], numel),
-        shard_grad=ranks.sharded(bucket.grad_slice[mine], numel),
+        shard_grad=ranks.sharded(bucket.gradients.slice[mine], numel),
         missing_grad=missing,
     )
     for tensor in (member.shard, member.piece):
         if tensor is not None:
             tensor.grad_dtype = None  # any
-    _show(member, None)
     return member
-
-
-def _show(member: Member, grad: Tensor | None) -> None:
-    """Let everybody who looks for this parameter's gradient find it, or find that there is none."""
-    member.shard.grad = grad
-    member.param.grad_shard = member.missing_grad if grad is None else grad  # type: ignore[attr-defined]
-    if member.piece is not None:
-        member.piece.grad = None if grad is None else member.piece_grad

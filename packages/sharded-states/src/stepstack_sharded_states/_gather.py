@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ._bucket import Bucket
-from ._mesh import Pending, this_rank
+from stepstack_sharded_states._bucket import Bucket
+from stepstack_sharded_states._mesh import Pending, this_rank
 
 
 class Gather:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ._backward import Backward
-from ._bucket import Member, build
-from ._gather import Gather
-from ._layout import Entry, choose, plan
-from ._mesh import Ranks, this_rank
-from ._params import Group, read_groups, refuse
-from ._state import from_inner, load_masters, to_inner
+from stepstack_sharded_states._backward import Backward
+from stepstack_sharded_states._bucket import Member, Storage, build
+from stepstack_sharded_states._gather import Gather
+from stepstack_sharded_states._gradients import Gradients, Pool, ShardedGradients, ViewedGradients
+from stepstack_sharded_states._layout import Entry, choose, plan
+from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._params import Group, read_groups, refuse
+from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 
 
 class ShardedOptimizer(Optimizer):
@@ -44,6 +46,11 @@ class ShardedOptimizer(Optimizer):
       into the model, call `refresh_from_model()`. None: no copy; an inner optimizer may have masters of its own.
     - find_unused_parameters: ranks may differ in which parameters have a gradient: one that has none here counts as
       zero if it has one elsewhere. Costs a small reduction and one wait for the device in each backward that reduces.
+    - shard_gradients: between backwards only this rank's slice of the gradients takes memory (ZeRO stage 2). Every
+      backward reduces then, in `no_sync()` too.
+    - capturable: `.grad`s are views of the buckets, at the same addresses for ever, and are zeroed by one fill a
+      bucket, so that a CUDA graph may capture backward, step and `zero_grad()`. Between backward and step their
+      contents are unspecified. With `set_to_none=False` parameters without a gradient are stepped as if it were zero.
     - state_device: where the states and what the inner optimizer steps live, "cpu" under a model on GPUs. Gradients are
       copied there and parameters back, by buckets; the step waits for the gradients. None: where the parameters are.
     - offload_ratio: the part of the elements, in whole buckets, to which `state_device` applies.
@@ -74,6 +81,8 @@ class ShardedOptimizer(Optimizer):
         state_device: torch.device | str | None = None,
         offload_ratio: float = 1.0,
         grad_divisor: float | None = None,
+        shard_gradients: bool = False,
+        capturable: bool = False,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
@@ -83,6 +92,8 @@ class ShardedOptimizer(Optimizer):
         for name, number in (("bucket_cap_mb", bucket_cap_mb), ("grad_divisor", grad_divisor)):
             if number is not None and not number > 0:
                 raise ValueError(f"{this_rank()}: {name} must be positive, got {number}")
+        if shard_gradients and capturable:
+            raise ValueError(f"{this_rank()}: shard_gradients borrows buffers, capturable wants its own: choose one")
         if not 0 <= offload_ratio <= 1:
             raise ValueError(f"{this_rank()}: offload_ratio must be in [0, 1], got {offload_ratio}")
         groups = read_groups(params)
@@ -94,6 +105,8 @@ class ShardedOptimizer(Optimizer):
         self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
         self._state_device = None if state_device is None else torch.device(state_device)
         self._offload_ratio = offload_ratio
+        self._shard_gradients, self._capturable = shard_gradients, capturable
+        self._pools: dict[tuple[torch.device, torch.dtype], Pool] = {}
         self._gather = Gather()
         self._backward = Backward(find_unused=find_unused_parameters)
         self._groups: list[Group] = []
@@ -232,19 +245,20 @@ class ShardedOptimizer(Optimizer):
         offloaded = choose(layouts, self._offload_ratio if self._state_device else 0.0)
         for layout in layouts:
             ranks, grad_divisor = reductions[entries[layout.members[0]].group]
-            bucket = build(
-                layout,
-                [params[index][1:] for index in layout.members],
-                ranks,
-                grad_divisor=grad_divisor,
-                grad_dtype=self._grad_dtype,
-                inner_dtype=self._inner_dtype,
-                inner_device=self._state_device if layout in offloaded else None,
-            )
+            named = [params[index][1:] for index in layout.members]
+            away = self._state_device if layout in offloaded else None
+            bucket = build(layout, named, ranks, grad_divisor, self._storage(named[0][1], away))
             self._backward.follow(bucket)
             members |= zip(layout.members, bucket.members, strict=True)
         for index, (number, _, _) in enumerate(params):
             groups[number].members.append(members[index])
+
+    def _storage(self, like: Tensor, inner_device: torch.device | None) -> Storage:
+        hold: Callable[..., Gradients] = ViewedGradients if self._capturable else Gradients
+        if self._shard_gradients:
+            pool = self._pools.setdefault((like.device, self._grad_dtype or like.dtype), Pool())
+            hold = partial(ShardedGradients, pool=pool)
+        return Storage(hold, self._grad_dtype, self._inner_dtype, inner_device)
 
     def _reduction(self, group: Group) -> tuple[Ranks, float]:
         """Over which ranks a group's gradients are summed, and what the sum is divided by."""
@@ -274,7 +288,8 @@ class ShardedOptimizer(Optimizer):
 
     def _wait_for_offloaded_gradients(self) -> None:
         """The inner optimizer reads on one device what another is still writing: the wait that offloading costs."""
-        for device in {b.grads.device for b in self._backward.buckets if b.inner_grads.device != b.grads.device}:
+        buckets = self._backward.buckets
+        for device in {b.params.device for b in buckets if b.inner_grads.device != b.params.device}:
             if device.type != "cpu":
                 torch.get_device_module(device).current_stream(device).synchronize()
 

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from ._bucket import Member
-from ._mesh import this_rank
+from stepstack_sharded_states._bucket import Member
+from stepstack_sharded_states._mesh import this_rank
 
 
 @dataclass(eq=False)

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from ._bucket import Member
-from ._mesh import this_rank
-from ._params import Group
+from stepstack_sharded_states._bucket import Member
+from stepstack_sharded_states._mesh import this_rank
+from stepstack_sharded_states._params import Group
 
 
 def from_inner(inner: dict[str, Any], groups: list[Group]) -> dict[str, Any]:

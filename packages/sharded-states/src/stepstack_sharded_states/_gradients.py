@@ -1,0 +1,239 @@
+"""The gradients of one bucket, from their arrival to the mean of this rank's slice: three ways to hold them."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepstack_sharded_states._mesh import Pending, Ranks
+
+if TYPE_CHECKING:
+    from stepstack_sharded_states._bucket import Member
+
+
+class Gradients:
+    """A flat buffer of the bucket's size, in which this rank's slice is reduced in place.
+
+    `.grad`s are moved here as they arrive. A further backward before the step finds the slice occupied by what earlier
+    ones have left; that is set aside then, and added to what it brings.
+    """
+
+    reduces_always = False
+    """In `no_sync()` too, since there is no place for what is not reduced."""
+
+    def __init__(
+        self, ranks: Ranks, divisor: float, like: Tensor, dtype: torch.dtype, mine: slice, padding: Tensor
+    ) -> None:
+        self._ranks, self._divisor, self._mine = ranks, divisor, mine
+        self._operation = dist.ReduceOp.AVG if divisor == ranks.size else dist.ReduceOp.SUM
+        self._padding = padding  # where this rank's slice holds no parameter (indices)
+        self._reduction: Pending | None = None
+        self._reduced = False  # the slice holds what earlier backwards of this step have reduced
+        self._carried: Tensor | None = None
+        self._buffer = torch.zeros_like(like, dtype=dtype)
+        self.slice = self._buffer[mine]
+
+    @property
+    def under_way(self) -> bool:
+        """Launched, and not yet collected."""
+        return self._reduction is not None
+
+    @property
+    def set_aside(self) -> bool:
+        """What earlier backwards have left waits for another reduction."""
+        return self._carried is not None
+
+    def is_new(self, member: "Member") -> bool:
+        """Whether `.grad` holds something that is not here."""
+        return member.param.grad is not None
+
+    def before_accumulation(self) -> None:
+        """Autograd is about to add to a `.grad` of this bucket."""
+
+    def receive(self, member: "Member") -> None:
+        """Move `.grad` to its place: copy the first of a step, add the later ones."""
+        if self._reduced:
+            self._make_room()
+        place, grad = member.place_in(self._buffer), _strided(member.param.grad)
+        if member.unreduced:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+        member.param.grad = None
+
+    def launch(self, members: Sequence["Member"]) -> None:
+        """Start the reduction. Every rank launches its buckets in the same order."""
+        if self._reduced:
+            self._make_room()
+        missing = [member.place_in(self._buffer) for member in members if not member.unreduced]
+        if len(missing) == len(members):
+            self._buffer.zero_()
+        elif missing:
+            torch._foreach_zero_(missing)
+        self._reduce()
+
+    def across_replicas(self) -> Pending:
+        """Wait for the reduction inside the shard axis and start the one over the replicate axis."""
+        assert self._reduction is not None
+        self._reduction.wait()
+        return self._ranks.all_reduce(self._buffer[self._mine], self._operation)
+
+    def collect(self) -> None:
+        """The reduction is over: leave in `slice` the sum of all backwards of this step."""
+        received = self._buffer[self._mine]
+        if self._operation is dist.ReduceOp.SUM and self._divisor != 1:
+            received.div_(self._divisor)
+        self._take(received)
+        if self._padding.numel():  # it stays zero, though callers may multiply a shard by a coefficient that is NaN
+            self.slice.index_fill_(0, self._padding, 0)
+        self._reduction, self._reduced = None, True
+
+    def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
+        """Forget the gradients; without `set_to_none`, what is there counts as zero."""
+        self._abandon()
+        if not set_to_none:
+            self._buffer.zero_()
+        for member in members:
+            member.param.grad = None
+            member.unreduced = member.used = member.used and not set_to_none
+
+    def _reduce(self) -> None:
+        self._reduction = self._ranks.reduce_scatter(self._buffer, self._buffer[self._mine], self._operation)
+
+    def _make_room(self) -> None:
+        self._carried, self._reduced = self.slice.clone(), False
+
+    def _take(self, received: Tensor) -> None:
+        if self._carried is not None:
+            received.add_(self._carried)
+            self._carried = None
+
+    def _abandon(self) -> None:
+        if self._reduction is not None:  # of a backward that never came to its end
+            self._reduction.wait()
+        self._reduction, self._reduced, self._carried = None, False, None
+
+
+class ViewedGradients(Gradients):
+    """The `.grad`s are views of the buffer for ever: autograd adds to it itself, and a CUDA graph may capture that."""
+
+    def is_new(self, member: "Member") -> bool:
+        grad = member.param.grad
+        return grad is not None and grad.data_ptr() != member.place_in(self._buffer).data_ptr()
+
+    def before_accumulation(self) -> None:
+        if self._reduced:
+            self._make_room()
+            self._buffer.zero_()
+
+    def receive(self, member: "Member") -> None:
+        if self.is_new(member):  # the caller's own, or a sum that autograd has not made in place
+            place = member.place_in(self._buffer)
+            place.copy_(_strided(member.param.grad))
+            member.param.grad = place
+
+    def launch(self, members: Sequence["Member"]) -> None:
+        self.before_accumulation()
+        self._reduce()
+
+    def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
+        super().zero(members, set_to_none=set_to_none)
+        if set_to_none:
+            self._buffer.zero_()
+        for member in members:
+            member.param.grad = member.place_in(self._buffer)
+
+
+class ShardedGradients(Gradients):
+    """Only the slice stays. A buffer for the whole is borrowed, from a backward's first gradient to the reduction."""
+
+    reduces_always = True
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        divisor: float,
+        like: Tensor,
+        dtype: torch.dtype,
+        mine: slice,
+        padding: Tensor,
+        *,
+        pool: "Pool",
+    ) -> None:
+        super().__init__(ranks, divisor, like[:0], dtype, mine, padding)
+        self.slice = torch.zeros_like(like[mine], dtype=dtype)
+        self._pool, self._numel = pool, like.numel()
+        self._whole: Tensor | None = None
+        pool.numel = max(pool.numel, self._numel)
+
+    def receive(self, member: "Member") -> None:
+        self._borrow()
+        super().receive(member)
+
+    def launch(self, members: Sequence["Member"]) -> None:
+        self._borrow()
+        super().launch(members)
+        self._pool.launched.append(self)
+
+    def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
+        super().zero(members, set_to_none=set_to_none)
+        self._give_back()
+        if not set_to_none:
+            self.slice.zero_()
+            self._reduced = True
+
+    def _borrow(self) -> None:
+        if self._whole is None:
+            self._whole = self._pool.borrow(self.slice)
+            self._buffer = self._whole[: self._numel]
+
+    def _give_back(self) -> None:
+        if self in self._pool.launched:
+            self._pool.launched.remove(self)
+        if self._whole is not None:
+            self._pool.give_back(self._whole)
+            self._whole, self._buffer = None, self._buffer[:0]
+
+    def _make_room(self) -> None:
+        """There is."""
+
+    def _take(self, received: Tensor) -> None:
+        if self._reduced:
+            self.slice.add_(received)
+        else:
+            self.slice.copy_(received)
+        self._give_back()
+
+
+class Pool:
+    """Buffers of one dtype and device that buckets borrow: two, or more if the order of arrival asks for it."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.launched: deque[ShardedGradients] = deque()
+        self._free: list[Tensor] = []
+        self._lent = 0
+
+    def borrow(self, like: Tensor) -> Tensor:
+        """A flat buffer with anything in it. Before a third is made, reductions under way are waited for."""
+        while not self._free and self._lent >= 2 and self.launched:
+            oldest = self.launched[0]
+            oldest.across_replicas().wait()
+            oldest.collect()
+        self._lent += 1
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self.numel, dtype=like.dtype, device=like.device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._lent -= 1
+        if buffer.numel() == self.numel:
+            self._free.append(buffer)
+
+
+def _strided(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad if grad.layout is torch.strided else grad.to_dense()
