@@ -69,21 +69,18 @@ def adapted(state: ScaleState, rule: Rule, *, overflow: Tensor, clean: Tensor) -
     """
     clean_steps = state.growth_tracker + clean
     grows = clean & (clean_steps >= rule.growth_interval)
-    hysteresis_left = (state.hysteresis_tracker - overflow.int()).clamp(min=0)
+    hysteresis_left = (state.hysteresis_tracker - overflow.int()).clamp_(min=0)
     backs_off = overflow & (hysteresis_left == 0)
     refills = clean if rule.refill_hysteresis == "on_clean_step" else grows
 
-    reduced = _times(state.scale, rule.backoff_factor).clamp(min=rule.min_scale)
-    grown = _times(state.scale, rule.growth_factor)
-    grown = torch.where(grown.isfinite(), grown.clamp(max=rule.max_scale), state.scale)
-    return ScaleState(
-        scale=torch.where(backs_off, reduced, torch.where(grows, grown, state.scale)),
-        growth_tracker=clean_steps.masked_fill(grows, 0).masked_fill(overflow, rule.growth_restart),
-        hysteresis_tracker=hysteresis_left.masked_fill(refills, rule.hysteresis),
-    )
-
-
-def _times(scale: Tensor, factor: float) -> Tensor:
     # In fp64, as torch does: an fp32 product would round the factor first. Apple's GPUs have no fp64.
-    wide = torch.float32 if scale.device.type == "mps" else torch.float64
-    return (scale.to(wide) * factor).float()
+    wide = torch.float32 if state.scale.device.type == "mps" else torch.float64
+    factor = torch.ones_like(state.scale, dtype=wide)
+    factor.masked_fill_(grows, rule.growth_factor).masked_fill_(backs_off, rule.backoff_factor)
+    product = (state.scale * factor).float()
+    scale = torch.where(product < torch.inf, product, state.scale).clamp_(rule.min_scale, rule.max_scale)
+    return ScaleState(
+        scale=scale,
+        growth_tracker=clean_steps.masked_fill_(grows, 0).masked_fill_(overflow, rule.growth_restart),
+        hysteresis_tracker=hysteresis_left.masked_fill_(refills, rule.hysteresis),
+    )
