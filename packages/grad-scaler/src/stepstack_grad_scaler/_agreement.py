@@ -1,40 +1,64 @@
-"""Which ranks must decide alike on a step, and how they do."""
+"""Which ranks must decide alike on a step, and how they come to."""
 
 from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 
-def groups_that_agree(parameters: Iterable[Tensor], groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
-    """`groups` and the process groups of all meshes the parameters live on, in an order that is the same on all ranks.
+def check_groups(groups: Sequence[ProcessGroup]) -> tuple[ProcessGroup, ...]:
+    """The groups; ValueError for what is none, or one that this rank is not in."""
+    for number, group in enumerate(groups):
+        if not isinstance(group, ProcessGroup):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise ValueError(
+                f"groups[{number}] is {group!r} on rank {rank}, not a process group that the rank is in: give each "
+                "rank its own groups only, and for all ranks torch.distributed.group.WORLD"
+            )
+    return tuple(groups)
 
-    A group of which all ranks are in another one is left out. Only the structure counts, never which gradients exist.
+
+def groups_that_agree(parameters: Iterable[Tensor], groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
+    """The process groups of all meshes that parameters live on, then `groups`; none that lies within another one.
+
+    Only the structure counts, never which gradients exist. In this order each rank may reduce over its groups one after
+    the other: meshes go by their axes' names and sizes, then as the parameters do, so that ranks that share two of
+    them meet in both in the same order, and axis by axis, so that after the last one all ranks of a mesh agree.
     """
     meshes = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
-    of_meshes = [
+    all_groups = [
         mesh.get_group(axis)
-        for mesh in meshes.values()
+        for mesh in sorted(meshes.values(), key=lambda mesh: (mesh.mesh_dim_names or (), mesh.shape))
         if mesh.get_coordinate() is not None  # else this rank holds nothing there
         for axis in range(mesh.ndim)
     ]
-    of_meshes.sort(key=lambda group: group.group_name)  # of two with the same ranks, all of these take the same
-    by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
-    for group in (*groups, *of_meshes):
-        by_ranks.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
-    rank_sets = [set(ranks) for ranks in by_ranks]
-    # Sorted: two ranks that share two groups reduce in the same order.
+    all_groups += groups
+    ranks = [frozenset(dist.get_process_group_ranks(group)) for group in all_groups]
     return [
         group
-        for ranks, group in sorted(by_ranks.items(), key=lambda item: item[0])
-        if len(ranks) > 1 and not any(set(ranks) < others for others in rank_sets)
+        for place, (group, own) in enumerate(zip(all_groups, ranks, strict=True))
+        if len(own) > 1 and own not in ranks[place + 1 :] and not any(own < others for others in ranks)
     ]
 
 
-def agree_(flags: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
-    """The MAX of `flags` over the ranks of each group, in place. All ranks of these groups must call it."""
+def agreed(flags: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> Sequence[Tensor]:
+    """The MAX of each 0-d flag over the ranks of all groups, which must all call it; one all-reduce a group."""
+    if not groups:
+        return flags
+    packed = torch.stack(list(flags))
     for group in groups:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return flags
+        there = packed.to(_device_of(group, packed.device), non_blocking=True)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+        packed = there.to(packed.device, non_blocking=True)
+    return packed.unbind()
+
+
+def _device_of(group: ProcessGroup, preferred: torch.device) -> torch.device:
+    """A device that the group communicates on: the preferred one if it can, else the current one of its kind."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if preferred.type in kinds:
+        return preferred
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

@@ -2,33 +2,42 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 LocalGradients = dict[torch.device, list[list[Tensor]]]
 
 
-def local_gradients(optimizer: torch.optim.Optimizer, *, allow_fp16: bool = True) -> LocalGradients:
-    """What this rank holds of each gradient, by device; the tensors of one list have one dtype. Call under no_grad.
+@torch.no_grad()
+def local_gradients(optimizer: Optimizer, *, allow_fp16: bool = True) -> LocalGradients:
+    """What this rank holds of each gradient, by device; the tensors of one list have one dtype.
 
-    DTensors give their local tensor, sparse gradients their values (fp16 ones are coalesced first: adding up
-    duplicates may overflow). Raises ValueError for an fp16 gradient unless allowed.
+    DTensors give their local tensor, complex gradients their real view, sparse ones their values; sparse fp16 ones are
+    coalesced first, since adding up duplicates may overflow. Raises ValueError for an fp16 gradient unless allowed.
     """
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in parameters_of(optimizer):
-        # A gradient whose dtype its parameter does not allow lives in `decoupled_grad`.
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        # A gradient of a dtype that its parameter does not allow is in `decoupled_grad`.
         gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "decoupled_grad", None)
         if gradient is None:
             continue
         if gradient.dtype == torch.float16 and not allow_fp16:
-            raise ValueError("Attempting to unscale FP16 gradients.")
+            raise ValueError(
+                f"Attempting to unscale FP16 gradients: parameter {number} of the optimizer, of shape "
+                f"{tuple(parameter.shape)}, has one, and unscaled it may underflow. Keep the parameter in fp32 under "
+                "autocast, or leave the unscaling to the step of an optimizer with `_step_supports_amp_scaling`."
+            )
         if gradient.is_sparse:
             if gradient.dtype == torch.float16:
                 parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if local.is_complex():
+            local = torch.view_as_real(local)
         lists[local.device, local.dtype].append(local)
     by_device: LocalGradients = defaultdict(list)
     for (device, _), gradients in lists.items():
@@ -36,23 +45,24 @@ def local_gradients(optimizer: torch.optim.Optimizer, *, allow_fp16: bool = True
     return by_device
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters of all groups, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
+@torch.no_grad()
 def multiply_and_check_(gradients: LocalGradients, factor: Tensor) -> Tensor:
-    """Multiplies all gradients by the 0-d fp32 `factor`; 1.0 on the factor's device if one was not finite, else 0.0.
+    """Multiplies all gradients by the 0-d fp32 `factor`; gives 1.0 if one was not finite before, else 0.0.
 
-    Gradients on `factor`'s device, or on another one: each device gets its copy. The product is rounded once, from
-    fp32, whatever the dtype of the gradients.
+    Products are rounded once, whatever the dtype. Gradients may be on any devices; what is given is where `factor` is.
+    One operation for each device and dtype, as many as there are.
     """
-    found = [torch.zeros_like(factor)]
+    found = []
     for device, lists in gradients.items():
-        found_here = torch.zeros((), device=device)
+        found_here = torch.zeros((), dtype=torch.float32, device=device)
         factor_here = factor.to(device, non_blocking=True)
         for gradients_of_one_dtype in lists:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients_of_one_dtype, found_here, factor_here)
         found.append(found_here.to(factor.device, non_blocking=True))
-    return torch.stack(found).amax()
+    return reduce(torch.maximum, found or [torch.zeros_like(factor)])

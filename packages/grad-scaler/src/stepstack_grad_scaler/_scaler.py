@@ -1,25 +1,56 @@
 """The scaler: torch's calls and state dict, all that it remembers in tensors on the device."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stepstack_grad_scaler._agreement import agree_, groups_that_agree
+from stepstack_grad_scaler._agreement import agreed, check_groups, groups_that_agree
+from stepstack_grad_scaler._contract import any_set, has_flag, scalar, step_by_contract, take_contract
 from stepstack_grad_scaler._gradients import local_gradients, multiply_and_check_, parameters_of
-from stepstack_grad_scaler._presets import PRESETS
+from stepstack_grad_scaler._presets import scale_and_rule
 from stepstack_grad_scaler._rule import Rule, ScaleState, adapted
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Dynamic loss scaling on the device, one decision for all devices and ranks."""
+    """torch's GradScaler, wholly on the device, with one decision for all devices and ranks.
 
+        scaler = GradScaler("cuda", preset="torch", hysteresis=2)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)  # changes nothing if a gradient is not finite, here or on a rank it is agreed with
+        scaler.update()
+
+    No call waits for the device, except to step an optimizer without `_step_supports_amp_scaling` (one read of the
+    flag, as in torch), with `at_min_scale="raise"`, and where a number is asked for (`get_scale`, `state_dict`).
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: torch's; numbers that are not
+            given come from the preset.
+        preset: whose rule, "torch", "apex" and so on; every other argument overrules it.
+        hysteresis: the overflow that backs off. 1: the first.
+        refill_hysteresis: when overflows are forgiven, "on_growth" or "on_clean_step".
+        min_scale, max_scale: the scale stays between them.
+        at_min_scale: what an overflow at `min_scale` does: "hold" skips the step and goes on, "raise" raises
+            OverflowError in `update`, on all ranks; to know, each `update` waits for the device.
+        groups: process groups over which a skip is agreed, beside those of the meshes that DTensor parameters live
+            on. Every rank gives those that it is in; together they must connect as the axes of a grid do.
+
+    Where parameters are DTensors or `groups` is given, `unscale_`, `step` and `update(found_inf=…)` are collective:
+    all these ranks call them in the same order, with gradients or without. Raises ValueError for a bad argument, and
+    torch's AssertionErrors.
+    """
+
+    hysteresis: int
+    refill_hysteresis: Literal["on_growth", "on_clean_step"]
+    min_scale: float
+    max_scale: float
+    _growth_restart: int
     _hysteresis_tracker: Tensor
     _last_step_skipped: Tensor
     _skipped_steps: Tensor
@@ -38,66 +69,65 @@ class GradScaler(torch.amp.GradScaler):
         refill_hysteresis: Literal["on_growth", "on_clean_step"] | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
+        at_min_scale: Literal["hold", "raise"] = "hold",
         groups: Sequence[ProcessGroup] = (),
     ) -> None:
-        if preset not in PRESETS:
-            raise ValueError(f"preset is {preset!r}; there are {', '.join(PRESETS)}")
-        preset_scale, rule = PRESETS[preset]
-        super().__init__(
-            device,
-            _first(init_scale, preset_scale),
-            _first(growth_factor, rule.growth_factor),
-            _first(backoff_factor, rule.backoff_factor),
-            _first(growth_interval, rule.growth_interval),
-            enabled,
+        if at_min_scale not in ("hold", "raise"):
+            raise ValueError(f"at_min_scale is {at_min_scale!r}; it must be hold or raise")
+        init_scale, rule = scale_and_rule(
+            preset,
+            init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            refill_hysteresis=refill_hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
         )
-        self.hysteresis = _first(hysteresis, rule.hysteresis)
-        self.refill_hysteresis = _first(refill_hysteresis, rule.refill_hysteresis)
-        self.min_scale = _first(min_scale, rule.min_scale)
-        self.max_scale = _first(max_scale, rule.max_scale)
-        self.groups = tuple(groups)
-        self._growth_restart = rule.growth_restart
-        self._init_hysteresis_tracker = self.hysteresis
-        self._init_last_step_skipped = False
-        self._init_skipped_steps = 0
-        if self._enabled:
-            self._init_growth_tracker = rule.growth_restart
-            bounds = self._rule
-            if not bounds.min_scale <= self._init_scale <= bounds.max_scale:
-                raise ValueError(
-                    f"init_scale is {init_scale!r}; it must be in [{bounds.min_scale}, {bounds.max_scale}]"
-                )
-        else:  # torch leaves these out then
-            self._init_scale, self._init_growth_tracker = 1.0, 0
-            self._scale = self._growth_tracker = None
+        super().__init__(device, init_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, enabled)
+        self._take_on(rule)
+        self._init_growth_tracker, self._init_hysteresis_tracker = rule.growth_restart, rule.hysteresis
+        self._init_last_step_skipped, self._init_skipped_steps = False, 0
+        self.at_min_scale = at_min_scale
+        self.groups = check_groups(groups)
+        if not self._enabled:  # torch leaves these out then
+            self._init_scale, self._scale, self._growth_tracker = 1.0, None, None
 
     @property
     def scale_tensor(self) -> Tensor:
         """The scale: a 0-d fp32 tensor on the device, the same one for ever. 1 when disabled.
 
-        To be read; `update(new_scale)` writes it. It lives with the first loss that is scaled, or if it is asked for
+        To be read; `update(new_scale)` writes it. It is made where the first scaled loss is or, if it is asked for
         before that, on the scaler's device.
         """
-        return self._tensors().scale
+        return self._check_scale_growth_tracker("scale_tensor")[0]
 
     @property
     def last_step_skipped(self) -> Tensor:
         """Whether the step before the last `update` was skipped: a 0-d bool on the device, the same one for ever."""
-        self._tensors()
+        self._check_scale_growth_tracker("last_step_skipped")
         return self._last_step_skipped
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped so far: a 0-d int64 on the device, the same one for ever."""
-        self._tensors()
+        self._check_scale_growth_tracker("skipped_steps")
         return self._skipped_steps
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """`optimizer.step(*args, **kwargs)`, which changes nothing if a gradient is not finite anywhere."""
+        """`optimizer.step(*args, **kwargs)` on unscaled gradients, which changes nothing if one is not finite.
+
+        A `grad_scale` that was set on the optimizer divides the gradients once more, whatever the optimizer and
+        whether or not `unscale_` was called: that is deferred clipping. A `found_inf` set on it counts too. Both are
+        gone after the step. If no parameter has a gradient on any rank, nothing happens.
+
+        What an optimizer with `_step_supports_amp_scaling` writes into its `found_inf` is what `update` sees.
+        """
         if not self._enabled:
-            return _step(optimizer, *_take_contract(optimizer, None), args, kwargs)
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            return super().step(optimizer, *args, **kwargs)  # an older contract, which torch knows
+            return step_by_contract(optimizer, *take_contract(optimizer, None), args, kwargs)
+        if has_flag(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            return super().step(optimizer, *args, **kwargs)  # it wants the scaler itself: torch knows how
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         state = self._per_optimizer_states[id(optimizer)]
@@ -105,56 +135,99 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
 
         device = self.scale_tensor.device
-        grad_scale, found_inf = _take_contract(optimizer, device)
+        grad_scale, found_inf = take_contract(optimizer, device)
         if state["stage"] is OptState.READY:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if has_flag(optimizer):
                 self._check_inf_per_device(optimizer)
-                # A product or a copy: the scale itself changes with the next update.
+                # Not the scale itself, which changes with the next update.
                 grad_scale = self.scale_tensor.clone() if grad_scale is None else self.scale_tensor * grad_scale
             else:
                 self.unscale_(optimizer)
         found = list(state["found_inf_per_device"].values())
         if found_inf is not None:
             found.append(self._agreed(found_inf))
-        # What the optimizer writes into the flag, `update` sees.
-        found_inf = _any(found, device).float()
+        found_inf = any_set(found, device).float()
         state["found_inf_per_device"] = {device: found_inf}
-        result = _step(optimizer, grad_scale, found_inf, args, kwargs)
+        result = step_by_contract(optimizer, grad_scale, found_inf, args, kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | bool | None = None) -> None:
-        """Adapts the scale to what became of the step, on the device."""
+        """Adapts the scale to what became of the step: the last call of an iteration.
+
+        `found_inf` is the flag of a step that was composed by hand: one element, of which anything but 0 (NaN too) says
+        that the step was skipped. It counts beside those of `step` and `unscale_`, and is agreed over `groups`.
+
+        `new_scale` sets the scale, clamped to [min_scale, max_scale], instead of adapting it; the trackers stay.
+
+        Raises AssertionError if there was neither, and no step; ValueError for a number as `new_scale` that is not
+        finite and above 0; OverflowError with `at_min_scale="raise"`.
+        """
         if not self._enabled:
             return
-        device = self.scale_tensor.device
-        states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        checked = [state["checked"] if "checked" in state else torch.ones((), device=device) for state in states]
+        found, has_gradients = self._recorded()
         if found_inf is not None:
             found.append(self._agreed(found_inf))
-            checked.append(torch.ones((), device=device))
-        if not found and new_scale is None:
+            has_gradients.append(torch.ones_like(found[-1]))
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        elif not found:
             raise AssertionError(
                 "No inf checks were recorded prior to update: call step(optimizer), or give found_inf or new_scale."
             )
-        if found:
-            overflow = _any(found, device)
-            clean = _any(checked, device) & ~overflow
-            state = self._tensors()
-            if new_scale is None:
-                for tensor, value in zip(
-                    state, adapted(state, self._rule, overflow=overflow, clean=clean), strict=True
-                ):
-                    tensor.copy_(value)
-            self.last_step_skipped.copy_(overflow)
-            self.skipped_steps.add_(overflow)
-        if new_scale is not None:
-            self.scale_tensor.copy_(_scalar(new_scale, device).clamp(self.min_scale, self.max_scale))
         self._per_optimizer_states.clear()
+        if not found:
+            return
+        overflow = any_set(found, self.scale_tensor.device)
+        self.last_step_skipped.copy_(overflow)
+        self.skipped_steps.add_(overflow)
+        if new_scale is None:
+            self._adapt(overflow=overflow, clean=any_set(has_gradients, overflow.device) & ~overflow)
 
-    @property
+    def state_dict(self) -> dict[str, Any]:
+        """torch's keys, and beside them the rest of the rule and of what is remembered. Waits for the device."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._number("scale"),
+            "_growth_tracker": self._number("growth_tracker"),
+            "_hysteresis_tracker": self._number("hysteresis_tracker"),
+            "last_step_skipped": self._number("last_step_skipped"),
+            "skipped_steps": self._number("skipped_steps"),
+            **asdict(self._rule()),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes on a state dict, of this scaler or torch's, rule included; tensors are written in place.
+
+        Of what torch's lacks, the rule stays as it is, hysteresis is whole and no step was skipped. The scale is
+        clamped to [min_scale, max_scale]. Raises RuntimeError for that of a disabled scaler, ValueError for a bad rule.
+        """
+        if not self._enabled or not state_dict:
+            super().load_state_dict(state_dict)  # does nothing, or says what is wrong
+            return
+        rule = Rule(**{name: state_dict.get(name, now) for name, now in asdict(self._rule()).items()})
+        numbers = {
+            "scale": min(max(state_dict["scale"], rule.min_scale), rule.max_scale),
+            "growth_tracker": state_dict["_growth_tracker"],
+            "hysteresis_tracker": state_dict.get("_hysteresis_tracker", rule.hysteresis),
+            "last_step_skipped": state_dict.get("last_step_skipped", False),
+            "skipped_steps": state_dict.get("skipped_steps", 0),
+        }
+        self._take_on(rule)
+        vars(self).update({f"_init_{name}": number for name, number in numbers.items()})
+        if self._scale is not None:
+            for name, number in numbers.items():
+                vars(self)[f"_{name}"].fill_(number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.groups:
+            raise TypeError("a GradScaler with groups can be neither pickled nor copied; its state_dict() can")
+        state = super().__getstate__()
+        state.update({f"_init_{name}": self._number(name) for name in _REMEMBERED})
+        return state | dict.fromkeys((f"_{name}" for name in _REMEMBERED), None)
+
     def _rule(self) -> Rule:
         return Rule(
             growth_factor=self._growth_factor,
@@ -167,13 +240,27 @@ class GradScaler(torch.amp.GradScaler):
             max_scale=self.max_scale,
         )
 
-    def _tensors(self) -> ScaleState:
+    def _take_on(self, rule: Rule) -> None:
+        self._growth_factor = rule.growth_factor
+        self._backoff_factor = rule.backoff_factor
+        self._growth_interval = rule.growth_interval
+        self._growth_restart = rule.growth_restart
+        self.hysteresis = rule.hysteresis
+        self.refill_hysteresis = rule.refill_hysteresis
+        self.min_scale = rule.min_scale
+        self.max_scale = rule.max_scale
+
+    def _number(self, name: str) -> Any:
+        """What a tensor holds, or will hold when it is made."""
+        tensor = vars(self).get(f"_{name}")
+        return vars(self)[f"_init_{name}"] if tensor is None else tensor.item()
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        # torch refuses if nothing was scaled yet; but of a pipeline only the last rank has a loss.
         if self._scale is None:
             here = self._enabled or self._device != "cuda" or torch.cuda.is_available()
             self._lazy_init_scale_growth_tracker(torch.device(self._device if here else "cpu"))
-        assert self._scale is not None
-        assert self._growth_tracker is not None
-        return ScaleState(self._scale, self._growth_tracker, self._hysteresis_tracker)
+        return super()._check_scale_growth_tracker(funcname)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -181,72 +268,50 @@ class GradScaler(torch.amp.GradScaler):
         self._last_step_skipped = torch.full((), self._init_last_step_skipped, dtype=torch.bool, device=dev)
         self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # torch refuses a scaler that has scaled nothing; but of a pipeline only the last rank has a loss.
-        return self._tensors()[:2]
-
-    @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # torch's unscale_ and _check_inf_per_device do their work here.
+        # torch's unscale_ and _check_inf_per_device leave the work to this; it gives a flag for each device.
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
         found_inf = multiply_and_check_(gradients, inv_scale)
-        any_gradient = torch.full_like(found_inf, bool(gradients))
-        flags = torch.stack([found_inf, any_gradient])
-        found_inf, self._per_optimizer_states[id(optimizer)]["checked"] = agree_(
-            flags, groups_that_agree(parameters_of(optimizer), self.groups)
-        ).unbind()
+        has_gradients = torch.full_like(found_inf, bool(gradients))
+        groups = groups_that_agree(parameters_of(optimizer), self.groups)
+        found_inf, has_gradients = agreed([found_inf, has_gradients], groups)
+        self._per_optimizer_states[id(optimizer)]["has_gradients"] = has_gradients
         return {device: found_inf.to(device, non_blocking=True) for device in (found_inf.device, *gradients)}
 
     def _agreed(self, found_inf: Tensor | bool) -> Tensor:
-        flag = _any([_scalar(found_inf, self.scale_tensor.device)], self.scale_tensor.device).float()
-        return agree_(flag, groups_that_agree((), self.groups))
+        flag = any_set([scalar(found_inf, self.scale_tensor.device)], self.scale_tensor.device).float()
+        return agreed([flag], groups_that_agree((), self.groups))[0]
+
+    def _recorded(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Flags of all optimizers since the last update: gradients that are not finite, gradients at all."""
+        states = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        # Optimizers that check their gradients themselves leave no note that they had some.
+        return found, [state.get("has_gradients", torch.ones_like(self.scale_tensor)) for state in states]
+
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        if not isinstance(new_scale, Tensor) and not 0 < new_scale < float("inf"):
+            raise ValueError(f"new_scale is {new_scale!r}; it must be finite and above 0")
+        scale = self.scale_tensor
+        scale.copy_(scalar(new_scale, scale.device).clamp(self.min_scale, self.max_scale))
+
+    def _adapt(self, *, overflow: Tensor, clean: Tensor) -> None:
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        before = ScaleState(scale, growth_tracker, self._hysteresis_tracker)
+        after = adapted(before, self._rule(), overflow=overflow, clean=clean)
+        at_floor = scale <= self.min_scale
+        for tensor, value in zip(before, after, strict=True):
+            tensor.copy_(value)
+        # The one wait of `update`, for those who asked for it.
+        if self.at_min_scale == "raise" and overflow & (after.hysteresis_tracker == 0) & at_floor:
+            raise OverflowError(
+                f"a gradient is not finite though the loss scale is at min_scale, {self.min_scale}: the step was "
+                "skipped, and a smaller scale is not allowed. Look for what is not finite in the model or its input, "
+                'lower min_scale, or go on skipping with at_min_scale="hold".'
+            )
 
 
-def _step(
-    optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None, args: Any, kwargs: Any
-) -> float | None:
-    """A step that divides gradients by `grad_scale` and changes nothing if `found_inf` is 1; None is 1 and 0."""
-    step: Callable[..., float | None] = optimizer.step
-    if grad_scale is None and found_inf is None:
-        return step(*args, **kwargs)
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros_like(grad_scale) if found_inf is None else found_inf  # type: ignore
-        try:
-            return step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    if grad_scale is not None:
-        with torch.no_grad():
-            multiply_and_check_(local_gradients(optimizer), grad_scale.double().reciprocal().float())
-    # This optimizer cannot skip by itself: the one wait for the device.
-    if found_inf is not None and found_inf.item():
-        return None
-    return step(*args, **kwargs)
-
-
-def _take_contract(optimizer: Optimizer, device: torch.device | None) -> tuple[Tensor | None, Tensor | None]:
-    """The `grad_scale` and `found_inf` that somebody set for the next step. They are gone from the optimizer then."""
-    given = (optimizer.__dict__.pop(name, None) for name in ("grad_scale", "found_inf"))
-    grad_scale, found_inf = (None if value is None else _scalar(value, device) for value in given)
-    return grad_scale, found_inf
-
-
-def _any(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether one of these scalars is not 0 (NaN is not): a 0-d bool on the device."""
-    return torch.stack([_scalar(flag, device) for flag in flags]).ne(0).any()
-
-
-def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
-    """A number, or a tensor of one element, as a 0-d fp32 tensor on the device (None: where it is)."""
-    if not isinstance(value, Tensor):
-        return torch.full((), float(value), device=device)
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
-
-
-def _first(given: Any, otherwise: Any) -> Any:
-    return otherwise if given is None else given
+# Tensors `_…`, made late from the numbers `_init_…`.
+_REMEMBERED = ("scale", "growth_tracker", "hysteresis_tracker", "last_step_skipped", "skipped_steps")
