@@ -58,9 +58,12 @@ def test_an_undeclared_import_is_seen(make):
     assert undeclared_imports(folder, "src") == ["__init__.py:1 yaml", "__init__.py:5 numpy", "__init__.py:11 jax"]
 
 
-def test_an_undeclared_import_of_a_test_is_seen(make):
+def test_an_undeclared_import_of_a_test_is_seen(make, tmp_path):
+    (tmp_path / "docs" / "examples").mkdir(parents=True)
+    (tmp_path / "docs" / "examples" / "train.py").touch()
     folder = make("packages/norm")
-    folder.joinpath("tests", "test_norm.py").write_text("import pytest, torch, stepstack_norm\nimport hypothesis\n")
+    source = "import pytest, torch, stepstack_norm, train\nimport hypothesis\n"
+    (folder / "tests" / "test_norm.py").write_text(source)
     assert undeclared_imports(folder, "tests", group="test") == ["test_norm.py:2 hypothesis"]
 
 
@@ -116,9 +119,12 @@ def make(tmp_path):
 def undeclared_imports(folder: Path, part: str, group: str | None = None) -> list[str]:
     """Imports in `src` or `tests` of what is neither the folder's own nor declared, as `file:line name`.
 
-    A `try` that catches ImportError makes an import optional; such a one need not be declared.
+    A `try` that catches ImportError makes an import optional; such a one need not be declared. Tests may also try the
+    examples of the documentation, which belong to no distribution.
     """
     declared = {import_name(folder), *declared_names(folder, group)}
+    if group == "test":
+        declared |= {example.stem for example in folder.parents[1].glob("docs/examples/*.py")}
     return [
         f"{where} {name}"
         for where, name, optional in imports(folder / part)
