@@ -45,7 +45,7 @@ def test_members_touch_and_are_sorted_by_group(numels, shards):
 @given(numels, shards_of, st.integers(1, 20_000))
 def test_slices_are_as_even_as_blocks_allow(numels, shards, capacity):
     for bucket in plan(entries_of(numels, shards), capacity):
-        assert bucket.numel - bucket.stops[-1] < BLOCK * shards
+        assert BLOCK <= bucket.numel - bucket.stops[-1] < BLOCK * (shards + 1)
 
 
 def test_two_groups_arrive_side_by_side():

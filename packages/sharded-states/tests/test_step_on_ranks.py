@@ -115,6 +115,27 @@ def test_a_step_has_two_collectives_a_bucket_and_waits_for_nothing():
     assert on_ranks(4, check, (2, 2)) == [([], nested)] * 4
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2x2 ranks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_on_which_ranks_differ_in_what_has_a_gradient_is_skipped_on_all(shape, dtype):
+    def check(rank):
+        params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n in (300, 70, 7)]
+        optimizer = INNER["fused"](params, mesh=init_device_mesh("cpu", shape), bucket_cap_mb=1e-6)
+        history = []
+        for used in (range(3), range(2 if rank == 1 else 3), range(2)):
+            sum(params[i].sum() for i in used).backward()
+            optimizer.found_inf = torch.zeros(1)
+            optimizer.step()
+            history.append((optimizer.found_inf.item(), [p[0].item() for p in params]))
+        return history
+
+    for history in on_ranks(torch.Size(shape).numel(), check):
+        flags, values = zip(*history, strict=True)
+        assert flags == (0.0, 1.0, 0.0)
+        assert values[0] == values[1]
+        assert [after != before for before, after in zip(values[1], values[2], strict=True)] == [True, True, False]
+
+
 def test_operations_do_not_grow_with_the_number_of_parameters():
     def count(rank, number):
         params = [nn.Parameter(torch.ones(5)) for _ in range(number)]
@@ -155,7 +176,7 @@ def test_states_take_one_slice_a_rank():
         optimizer.step()
         return sum(v.numel() for state in optimizer._inner.state.values() for v in state.values() if v.ndim)
 
-    assert on_ranks(4, check) == [2 * 32_000] * 4
+    assert on_ranks(4, check) == [2 * 32_064, 2 * 31_936] * 2
 
 
 def test_a_saved_run_goes_on_as_if_it_had_not_stopped():
@@ -191,14 +212,14 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped():
 
 def test_a_state_dict_of_another_cut_is_refused():
     def save(rank):
-        return ShardedOptimizer([nn.Parameter(torch.ones(100))], torch.optim.AdamW).state_dict()
+        return ShardedOptimizer([nn.Parameter(torch.ones(200))], torch.optim.AdamW).state_dict()
 
     def load(rank, state_dict):
-        optimizer = ShardedOptimizer([nn.Parameter(torch.ones(100))], torch.optim.AdamW)
-        with pytest.raises(ValueError, match=rf"rank {rank}.*it has.*interval \(100, 1, 0, 128\), not"):
+        optimizer = ShardedOptimizer([nn.Parameter(torch.ones(200))], torch.optim.AdamW)
+        with pytest.raises(ValueError, match=rf"rank {rank}.*it has.*interval \(200, 1, 0, 256\), not"):
             optimizer.load_state_dict(state_dict)
         with pytest.raises(ValueError, match="not from a ShardedOptimizer"):
-            optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(100))]).state_dict())
+            optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(200))]).state_dict())
 
     on_ranks(2, load, on_ranks(1, save)[0])
 
@@ -453,4 +474,4 @@ def test_sharded_gradients_take_a_slice_and_two_buffers():
         slices = sum(bucket.gradients.slice.untyped_storage().nbytes() for bucket in optimizer._backward.buckets)
         return slices, [buffer.numel() for buffer in pool._free]
 
-    assert on_ranks(2, check) == [(8 * 1024 * 4 // 2, [1024, 1024])] * 2
+    assert on_ranks(2, check) == [(8 * 4 * (1024 + 128) // 2, [1024 + 128] * 2)] * 2

@@ -1,5 +1,6 @@
 """The gradients of one bucket, from their arrival to the mean of this rank's slice: three ways to hold them."""
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,10 +9,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepstack_sharded_states._layout import BLOCK
 from stepstack_sharded_states._mesh import Pending, Ranks
 
 if TYPE_CHECKING:
     from stepstack_sharded_states._bucket import Member
+
+
+class Signature:
+    """Tells, in a bucket's last block and in the sum that is taken anyway, whether ranks differ in what has a gradient.
+
+    A rank writes 32 bits of a hash of its set of parameters, and their complements. A bit on which all agree leaves a
+    sum of exactly zero in one of the two places, in any dtype and for any number of ranks; one that differs does not.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._written: dict[int, Tensor] = {}
+
+    def write(self, block: Tensor, members: Sequence["Member"]) -> None:
+        digest = 0
+        for number, member in enumerate(members):
+            if member.used:
+                digest ^= random.Random(number).getrandbits(BLOCK // 2)
+        if digest not in self._written:
+            bits = [digest >> place & 1 for place in range(BLOCK // 2)]
+            self._written[digest] = torch.tensor(bits + [1 - bit for bit in bits]).to(self._like)
+        block.copy_(self._written[digest])
+
+    def differs(self, block: Tensor) -> Tensor:
+        """0-d bool, of a block that was summed over the ranks."""
+        return (block.view(2, -1) > 0).all(0).any()
 
 
 class Gradients:
@@ -35,6 +63,9 @@ class Gradients:
         self._carried: Tensor | None = None
         self._buffer = torch.zeros_like(like, dtype=dtype)
         self.slice = self._buffer[mine]
+        self._signature = Signature(self.slice)
+        self.differ: Tensor | None = None
+        """Whether the last reduction found that ranks differ in what has a gradient; known where its last slice is."""
 
     @property
     def under_way(self) -> bool:
@@ -73,7 +104,7 @@ class Gradients:
             self._buffer.zero_()
         elif missing:
             torch._foreach_zero_(missing)
-        self._reduce()
+        self._reduce(members)
 
     def across_replicas(self) -> Pending:
         """Wait for the reduction inside the shard axis and start the one over the replicate axis."""
@@ -86,6 +117,8 @@ class Gradients:
         received = self._buffer[self._mine]
         if self._operation is dist.ReduceOp.SUM and self._divisor != 1:
             received.div_(self._divisor)
+        if self._ranks.size > 1 and self._ranks.shard == self._ranks.shards - 1:
+            self.differ = self._signature.differs(received[-BLOCK:])
         self._take(received)
         if self._padding.numel():  # it stays zero, though callers may multiply a shard by a coefficient that is NaN
             self.slice.index_fill_(0, self._padding, 0)
@@ -100,7 +133,9 @@ class Gradients:
             member.param.grad = None
             member.unreduced = member.used = member.used and not set_to_none
 
-    def _reduce(self) -> None:
+    def _reduce(self, members: Sequence["Member"]) -> None:
+        if self._ranks.size > 1:
+            self._signature.write(self._buffer[-BLOCK:], members)
         self._reduction = self._ranks.reduce_scatter(self._buffer, self._buffer[self._mine], self._operation)
 
     def _make_room(self) -> None:
@@ -114,7 +149,7 @@ class Gradients:
     def _abandon(self) -> None:
         if self._reduction is not None:  # of a backward that never came to its end
             self._reduction.wait()
-        self._reduction, self._reduced, self._carried = None, False, None
+        self._reduction, self._reduced, self._carried, self.differ = None, False, None, None
 
 
 class ViewedGradients(Gradients):
@@ -137,7 +172,7 @@ class ViewedGradients(Gradients):
 
     def launch(self, members: Sequence["Member"]) -> None:
         self.before_accumulation()
-        self._reduce()
+        self._reduce(members)
 
     def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
         super().zero(members, set_to_none=set_to_none)

@@ -3,6 +3,7 @@
 A bucket is `shards` equal slices. Parameters lie in it one behind the other, each in a whole number of blocks of 64
 elements: the rest of its last block is padding, which is zero and stays zero. So every piece, the part of a parameter
 in one slice, is a whole number of blocks too, and the pieces of a slice touch: what runs over them runs as over one.
+The last block of a bucket is kept free, for what ranks tell each other in a reduction.
 """
 
 import math
@@ -138,4 +139,4 @@ def _lay_out(members: list[int], entries: Sequence[Entry]) -> BucketLayout:
         end += aligned(entries[index].numel)
         stops.append(end)
     shards = entries[members[0]].shards
-    return BucketLayout(tuple(members), tuple(starts), tuple(stops), shards, aligned(-(-end // shards)))
+    return BucketLayout(tuple(members), tuple(starts), tuple(stops), shards, aligned(-(-(end + BLOCK) // shards)))

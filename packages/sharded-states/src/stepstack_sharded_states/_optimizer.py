@@ -61,7 +61,8 @@ class ShardedOptimizer(Optimizer):
     `grad_shard` on each parameter, say what it has become. Every backward that is not under `no_sync()` ends with the
     mean over the mesh, added to what earlier ones left. A step uses gradients up: the next backward starts afresh, with
     or without `zero_grad()`. A parameter without a gradient is skipped as torch skips it; which ones have one must be
-    the same on all ranks, unless `find_unused_parameters`.
+    the same on all ranks, unless `find_unused_parameters`: a step on which ranks differ is skipped on all of them (with
+    an optimizer_class that has torch's flag, or a `found_inf`; otherwise only the ranks that see a gradient step).
 
     Loss scaling and deferred clipping: attributes `grad_scale` (divides) and `found_inf` (not 0: nothing changes), as
     in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
@@ -293,15 +294,26 @@ class ShardedOptimizer(Optimizer):
             if device.type != "cpu":
                 torch.get_device_module(device).current_stream(device).synchronize()
 
+    def _agreed(self, found_inf: Tensor | None) -> Tensor:
+        """Whether some rank wants to skip the step, or ranks differ in what has a gradient; left in `found_inf` too."""
+        device = self._backward.buckets[0].params.device
+        flags = [bucket.gradients.differ for bucket in self._backward.buckets]
+        flags += [None if found_inf is None else found_inf.reshape(()) != 0]  # NaN too, which a maximum may lose
+        here = [flag.to(device, non_blocking=True) for flag in flags if flag is not None]
+        flag = torch.stack(here).any().float() if here else torch.zeros((), device=device)
+        for ranks in self._meshes.values():
+            ranks.all_reduce_max(flag)
+        if found_inf is not None:
+            found_inf.copy_(flag.expand_as(found_inf))
+        return flag
+
     def _step_inner(self) -> None:
         """Hand on `grad_scale` and `found_inf` for this step; do their work for an optimizer that doesn't know them."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None:
-            flag = (found_inf != 0).to(found_inf.dtype)  # of NaN too, which a maximum may lose
-            for ranks in self._meshes.values():
-                ranks.all_reduce_max(flag)
-            found_inf.copy_(flag)
-        if getattr(self._inner, "_step_supports_amp_scaling", False):
+        knows_flags = getattr(self._inner, "_step_supports_amp_scaling", False)
+        if knows_flags or found_inf is not None:
+            found_inf = self._agreed(found_inf)
+        if knows_flags:
             self._inner.grad_scale, self._inner.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
             try:
                 self._inner.step()
