@@ -32,28 +32,37 @@ def check_grad(grad: Tensor, param: Tensor, name: str) -> None:
 
 def check_states(run: Run, name: str) -> None:
     """Raise ValueError unless the states fit their parameter."""
-    expected = dense_like(run.param)
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
-    for kind, tensor in zip(names, run.tensors[1:], strict=True):
+    stored = run.stored
+    expected = dense_like(stored.param)
+    plain = (
+        stored.exp_avg.dtype in FLOATS or stored.exp_avg_scale is not None,
+        stored.exp_avg_sq.dtype in FLOATS or stored.exp_avg_sq_scale is not None,
+        stored.max_exp_avg_sq is None or stored.max_exp_avg_sq.dtype in FLOATS,
+        stored.master is None
+        or (stored.master.dtype == torch.float32 and stored.param.dtype.itemsize == 2)
+        or (stored.master.dtype == torch.int16 and stored.param.dtype == torch.bfloat16),
+    )
+    if not all(plain):
+        dtypes = [tensor.dtype for tensor in stored[1:5] if tensor is not None]
+        raise ValueError(
+            f"the states of {name}, {stored.param.dtype}, have dtypes {dtypes}; moments "
+            "are fp32, bf16, fp16 or fp64, a master weight is fp32 and belongs to a parameter of 16 bits"
+        )
+    for kind, tensor in zip(stored._fields[1:5], stored[1:5], strict=True):
         if tensor is None:
             continue
-        if tensor.shape != run.param.shape or tensor.device != run.param.device or tensor.dtype not in FLOATS:
+        if tensor.shape != expected.shape or tensor.device != stored.param.device:
             raise ValueError(
-                f"{kind} of {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-                f"its parameter {tuple(run.param.shape)} on {run.param.device}"
+                f"{kind} of {name} is {tuple(tensor.shape)} on {tensor.device}, "
+                f"its parameter {tuple(expected.shape)} on {stored.param.device}"
             )
         if not is_dense(tensor) or not same_order(expected, tensor):
             raise ValueError(
                 f"{kind} of {name} has strides {tensor.stride()}; in the order of its parameter they are "
                 f"{expected.stride()}"
             )
-    if run.master is not None and (run.master.dtype != torch.float32 or run.param.dtype.itemsize != 2):
-        raise ValueError(
-            f"the master weight of {name} is {run.master.dtype} and its parameter {run.param.dtype}; "
-            "a master weight is fp32 and belongs to a parameter of 16 bits"
-        )
-    if run.step.shape != () or run.step.dtype != torch.float32 or run.step.device != run.param.device:
+    if run.step.shape != () or run.step.dtype != torch.float32 or run.step.device != stored.param.device:
         raise ValueError(
             f"the step of {name} is {run.step.dtype} {tuple(run.step.shape)} on {run.step.device}; "
-            f"a step is 0-d fp32 on the device of its parameter, {run.param.device}"
+            f"a step is 0-d fp32 on the device of its parameter, {stored.param.device}"
         )

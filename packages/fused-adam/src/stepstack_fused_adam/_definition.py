@@ -5,6 +5,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepstack_fused_adam import _block8, _remainder
+
+
+class Stored(NamedTuple):
+    """What lies in memory for some parameters: tensors of one shape, but for the scales.
+
+    The master is the fp32 weight of which the parameter is the rounded copy, or (int16) the `_remainder` of the
+    parameter. Moments with a scale are in the codes of `_block8`.
+    """
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    master: Tensor | None = None
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+
 
 class Scalars(NamedTuple):
     """The numbers of a step, 0-d tensors in the dtype of the arithmetic, on the device of the parameters.
@@ -44,37 +62,63 @@ def adam(
     return theta, m, v, v_max
 
 
-def update_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    master: Tensor | None,
-    t: Tensor,
-    by: Scalars,
-    decoupled: bool,
-) -> None:
-    """`adam` on tensors of any floating dtypes, in place: read, computed in the dtype of the scalars, rounded once.
+def update_(stored: Stored, grad: Tensor, t: Tensor, by: Scalars, decoupled: bool) -> None:
+    """`adam` on what is stored, in place: read, computed in the dtype of the scalars, rounded once.
 
     A skip is a select over every write, so the flag is never read by the host.
     """
     dtype = by.lr.dtype
+    maximum = stored.max_exp_avg_sq
     theta, m, v, v_max = adam(
-        (param if master is None else master).to(dtype),
+        weight(stored).to(dtype),
         grad.to(dtype),
-        exp_avg.to(dtype),
-        exp_avg_sq.to(dtype),
-        None if max_exp_avg_sq is None else max_exp_avg_sq.to(dtype),
+        first_moment(stored).to(dtype),
+        second_moment(stored).to(dtype),
+        None if maximum is None else maximum.to(dtype),
         t.to(dtype),
         by,
         decoupled,
     )
     skip = by.skip != 0
-    writes = ((param, theta), (exp_avg, m), (exp_avg_sq, v), (max_exp_avg_sq, v_max), (master, theta))
-    for old, new in writes:
+    for old, new in zip(stored, narrowed(stored, theta, m, v, v_max), strict=True):
         if old is not None and new is not None:
-            old.copy_(torch.where(skip, old, new.to(old.dtype)))
+            old.copy_(torch.where(skip, old, new))
+
+
+def weight(stored: Stored) -> Tensor:
+    """What the arithmetic moves: the master where there is one, else the parameter."""
+    if stored.master is None:
+        return stored.param
+    return stored.master if stored.master.dtype != torch.int16 else _remainder.join(stored.param, stored.master)
+
+
+def first_moment(stored: Stored) -> Tensor:
+    """exp_avg in a floating dtype."""
+    if stored.exp_avg_scale is None:
+        return stored.exp_avg
+    return _block8.decode_first(stored.exp_avg, stored.exp_avg_scale)
+
+
+def second_moment(stored: Stored) -> Tensor:
+    """exp_avg_sq in a floating dtype."""
+    if stored.exp_avg_sq_scale is None:
+        return stored.exp_avg_sq
+    return _block8.decode_second(stored.exp_avg_sq, stored.exp_avg_sq_scale)
+
+
+def narrowed(stored: Stored, theta: Tensor, m: Tensor, v: Tensor, v_max: Tensor | None) -> Stored:
+    """The numbers in the forms that are stored."""
+    param, master = theta.to(stored.param.dtype), None if stored.master is None else theta
+    if stored.master is not None and stored.master.dtype == torch.int16:
+        param, master = _remainder.split(theta)
+    exp_avg, exp_avg_scale = m.to(stored.exp_avg.dtype), None
+    if stored.exp_avg_scale is not None:
+        exp_avg, exp_avg_scale = _block8.encode_first(m)
+    exp_avg_sq, exp_avg_sq_scale = v.to(stored.exp_avg_sq.dtype), None
+    if stored.exp_avg_sq_scale is not None:
+        exp_avg_sq, exp_avg_sq_scale = _block8.encode_second(v)
+    maximum = None if v_max is None or stored.max_exp_avg_sq is None else v_max.to(stored.max_exp_avg_sq.dtype)
+    return Stored(param, exp_avg, exp_avg_sq, maximum, master, exp_avg_scale, exp_avg_sq_scale)
 
 
 def _correction(alpha: Tensor, t: Tensor) -> Tensor:

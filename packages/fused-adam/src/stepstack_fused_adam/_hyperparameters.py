@@ -24,6 +24,7 @@ class Hyperparameters:
     weight_decay: Number
     decoupled: bool = True
     maximize: bool = False
+    bias_correction: bool = True
     grad_scale: Tensor | None = None
     skip: Tensor | None = None
 

@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._backends import check_backend
 from stepstack_fused_adam._border import check_grad, check_param, check_states
+from stepstack_fused_adam._checkpoint import copied_out, copy_in, saved, set_counts, taken_over
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
 from stepstack_fused_adam._plan import Plan, layout
-from stepstack_fused_adam._run import local
-from stepstack_fused_adam._state import Precision, copied_out, copy_in, count_apart, create, member, set_counts
+from stepstack_fused_adam._run import Run, local
+from stepstack_fused_adam._state import Precision, State, count_apart, create, refresh, stored
+from stepstack_fused_adam._warm_up import compile_ahead
 
 # Of a parameter group: how torch would run the step. They say nothing here, and a checkpoint does not change them.
 _TORCH_FLAGS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
@@ -23,10 +25,14 @@ _TORCH_FLAGS = ("foreach", "fused", "capturable", "differentiable", "decoupled_w
 class FusedAdamW(torch.optim.AdamW):
     """AdamW in one pass over memory, in mixed precision. Takes the place of `torch.optim.AdamW`; the differences:
 
-    - Parameters, gradients and moments may differ in dtype. The arithmetic and the moments are fp32 (fp64 for fp64
-      parameters), whatever the parameters are. `master_weights="fp32"` also keeps an fp32 weight, `master_param` in
-      the state, of every 16-bit parameter; the parameter is then its rounded copy. Without one, updates smaller than
-      half a unit in the last place of a bf16 or fp16 parameter are lost.
+    - The dtypes of parameters, gradients and moments are independent. The arithmetic is fp32 (fp64 for fp64
+      parameters), each result is rounded once. `exp_avg_dtype` and `exp_avg_sq_dtype`: None is the dtype of the
+      arithmetic; or torch.float32, torch.bfloat16, or "block8": 8 bits and an fp32 scale for each 64 elements.
+    - `master_weights="fp32"` keeps an fp32 weight of every 16-bit parameter, of which that is the rounded copy.
+      "remainder" keeps only the 16 bits that a bf16 parameter lacks (fp16 ones get "fp32"); the parameter is then its
+      master weight rounded half away from zero. Without either, changes smaller than half a unit in the last place of
+      a parameter are lost. The master weight wins over the parameter: after changing parameters from outside, call
+      `refresh_master_weights`.
     - A gradient of another dtype than its parameter's comes as `p.grad` where `p.grad_dtype` allows it, or as
       `p.decoupled_grad`, which is read where `p.grad` is None.
     - torch's contract for gradient scalers is kept: the attribute `grad_scale` divides the gradients, `found_inf` not
@@ -37,18 +43,23 @@ class FusedAdamW(torch.optim.AdamW):
       can always be captured in a CUDA graph, with `lr` as a tensor if it is to change.
     - Parameters that lie one after the other in one buffer, whose gradients do too, cost what one does. States that
       began together share one `step` tensor until one of them misses a gradient.
-    - DTensor parameters are stepped by their local tensors, without communication.
+    - DTensor parameters are stepped by their local tensors; ranks do not communicate.
 
     `foreach`, `fused` and `capturable` are accepted and change nothing: the step is always fused and capturable.
-    `differentiable=True` is refused. `backend` is "torch" (torch's fused kernel, with conversions around it where
-    dtypes differ), "compiled" (the definition through `torch.compile`: one pass in every precision, after seconds of
-    compiling in the first step; falls back to "torch" with a warning), or "auto": "compiled" for large models that
-    the kernel cannot do in one pass where there is a compiler, else "torch".
+    `differentiable=True` is refused.
 
-    `state_dict` is torch's, both ways, in copies. Loading keeps the dtypes of the states and torch's flags.
+    `backend` is one of (`backends()` tells which are here)
+    - "torch": torch's fused kernel, with conversions around it where dtypes differ
+    - "compiled": the definition through `torch.compile`, one pass over memory in every precision. The first step waits
+      for the compiler, or `warm_up` does; where it fails, "torch" takes over with one warning
+    - "apex", "transformer_engine": their capturable kernels, for what those do (else a ValueError)
+    - "auto": torch's kernel where it does it in one pass; "compiled" for large models where there is a compiler; else
+      one of the two libraries if the program has imported it, else "torch"
+    They agree to a few units in the last place of the update's dtype.
     """
 
     _step_supports_amp_scaling = True
+    _decoupled = True
 
     def __init__(
         self,
@@ -56,7 +67,7 @@ class FusedAdamW(torch.optim.AdamW):
         lr: Number = 1e-3,
         betas: tuple[Number, Number] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: Number = 1e-2,
         amsgrad: bool = False,
         *,
         maximize: bool = False,
@@ -64,13 +75,17 @@ class FusedAdamW(torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        bias_correction: bool = True,
         master_weights: str | None = None,
+        exp_avg_dtype: torch.dtype | str | None = None,
+        exp_avg_sq_dtype: torch.dtype | str | None = None,
         backend: str = "auto",
     ) -> None:
         if differentiable:
             raise ValueError("FusedAdamW has no differentiable step; torch.optim.AdamW has")
         check_backend(backend)
-        self._precision = Precision(master_weights)
+        self._precision = Precision(master_weights, exp_avg_dtype, exp_avg_sq_dtype)
+        self._bias_correction = bias_correction
         self._backend = backend
         self._plans: dict[int, tuple[object, list[object], Plan]] = {}
         super().__init__(
@@ -78,7 +93,7 @@ class FusedAdamW(torch.optim.AdamW):
             lr,
             betas,
             eps,
-            weight_decay,
+            weight_decay,  # type: ignore[arg-type]  # torch only compares it with 0
             amsgrad,
             maximize=maximize,
             foreach=foreach,
@@ -87,65 +102,103 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises TypeError or ValueError, by name, for parameters that cannot be trained."""
+        param_group.setdefault("bias_correction", self._bias_correction)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group["decoupled_weight_decay"] = self._decoupled
         try:
-            for index, param in enumerate(group["params"]):
-                check_param(local(param.detach()), _name(len(self.param_groups) - 1, group, index))
+            for place, param in enumerate(group["params"]):
+                check_param(local(param.detach()), _name(len(self.param_groups) - 1, group, place))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Waits for no device and no rank."""
+        """One step of every parameter that has a gradient; the closure's loss. Waits for no device and no rank."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, skip = contract(_whole(getattr(self, "grad_scale", None)), _whole(getattr(self, "found_inf", None)))
+        contracted = contract(_whole(getattr(self, "grad_scale", None)), _whole(getattr(self, "found_inf", None)))
         for index, group in enumerate(self.param_groups):
-            grads = [local_grad(param) for param in group["params"]]
-            if all(grad is None for grad in grads):
-                continue
-            beta1, beta2 = group["betas"]
-            by = Hyperparameters(
-                group["lr"],
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-                maximize=group["maximize"],
-                grad_scale=scale,
-                skip=skip,
-            )
-            self._plan(index, grads).step_([grad for grad in grads if grad is not None], by)
+            grads = [_gradient(param) for param in group["params"]]
+            if any(grad is not None for grad in grads):
+                plan = self._plan(index, grads)
+                plan.step_([grad for grad in grads if grad is not None], _numbers(group, *contracted))
+                # Not every backend tells autograd that the weights of an earlier forward are gone.
+                params = zip(group["params"], grads, strict=True)
+                torch.autograd.graph.increment_version([param for param, grad in params if grad is not None])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for `decoupled_grad` too."""
         super().zero_grad(set_to_none)
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in self._params():
             if getattr(param, "decoupled_grad", None) is not None:
                 if set_to_none:
-                    param.decoupled_grad = None
+                    param.decoupled_grad = None  # type: ignore[attr-defined]
                 else:
-                    param.decoupled_grad.zero_()
+                    param.decoupled_grad.zero_()  # type: ignore[attr-defined]
 
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Set the master weights to what the parameters are now, after these were changed from outside.
+
+        Without it a step overwrites such a change (masters in fp32), or keeps it with the old 16 bits below its last
+        place ("remainder").
+        """
+        for param in self._params():
+            refresh(param, self.state.get(param, {}))
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile now what the first step would wait for; changes nothing.
+
+        Nothing happens where that step compiles nothing. Gradients are expected in the dtype that a parameter has
+        one in, or else in its `grad_dtype`.
+        """
+        for group in self.param_groups:
+            compile_ahead(
+                [param for param in group["params"] if param.requires_grad],
+                self._precision,
+                group["amsgrad"],
+                self._backend,
+                _numbers(group, None, None),
+            )
+
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, in copies; makes no states."""
-        packed = super().state_dict()
-        packed["state"] = {key: copied_out(state) for key, state in packed["state"].items()}
-        packed["param_groups"] = [copied_out(group) for group in packed["param_groups"]]
-        return packed
+        """As torch.optim.AdamW's, in copies. Makes no states.
+
+        Codes are saved as the numbers they stand for, masters in fp32 as `master_param`, whatever they are stored as.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        numbers = {id(param): number for number, param in enumerate(self._params())}
+        states: dict[Any, State] = {
+            numbers[id(param)]: saved(param, self.state[param]) for param in self._params() if self.state.get(param)
+        }
+        states |= {key: deepcopy(state) for key, state in self.state.items() if not isinstance(key, Tensor)}
+        groups = [
+            copied_out({key: value for key, value in group.items() if key != "params"}) for group in self.param_groups
+        ]
+        for group, packed in zip(self.param_groups, groups, strict=True):
+            packed["params"] = [numbers[id(param)] for param in group["params"]]
+        state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class or of torch.optim.Adam(W) into the states.
+        """Copy a state dict of this class, of torch.optim.Adam(W), or of one with a step count in the group.
 
-        States keep their dtypes and, where they exist already, their addresses; parameters that share a step tensor
-        but are to have different counts are given new ones. Numbers keep being floats or tensors. Masters that the
-        state dict lacks are set to their parameters. Raises ValueError where the groups or the shapes differ.
+        What states are stored as stays as the constructor has it, and so do torch's flags; lr and betas stay floats or
+        tensors. Live states keep their addresses, but parameters that share a step tensor and are to have different
+        counts are given new ones. Masters that the state dict lacks are set to their parameters; with a "remainder"
+        those are set to the rounded masters that it has. Raises ValueError where groups or shapes differ.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -155,20 +208,29 @@ class FusedAdamW(torch.optim.AdamW):
         saved_sizes = [len(group["params"]) for group in saved_groups]
         if sizes != saved_sizes:
             raise ValueError(f"the groups have {sizes} parameters, those of the state dict {saved_sizes}")
-        for index, (group, saved_group) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+        for index, saved_group in enumerate(saved_groups):
+            group = self.param_groups[index]
             for key, value in saved_group.items():
-                if key != "params" and key not in _TORCH_FLAGS:
-                    group[key] = _taken_over(group.get(key), value)
-            self._load_states(index, saved_group["params"], state_dict["state"])
+                if key not in ("params", "step", *_TORCH_FLAGS):
+                    group[key] = taken_over(group.get(key), value)
+            states = [state_dict["state"].get(number) for number in saved_group["params"]]
+            self._load_group(index, states, saved_group.get("step"))
         known = set(chain.from_iterable(group["params"] for group in saved_groups))
-        for key, value in state_dict["state"].items():
-            if key not in known:
-                self.state[key] = deepcopy(value)
+        self.state.update({key: deepcopy(state) for key, state in state_dict["state"].items() if key not in known})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_precision": self._precision, "_backend": self._backend, "_plans": {}}
+        own = ("_precision", "_bias_correction", "_backend", "_decoupled")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_plans": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = self._decoupled
+
+    def _params(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _plan(self, index: int, grads: list[Tensor | None]) -> Plan:
         """The plan of a group: the last one, if everything is still where it was."""
@@ -179,53 +241,63 @@ class FusedAdamW(torch.optim.AdamW):
             planned, _, plan = self._plans[index]
             if planned == laid_out and plan.holds(live):
                 return plan
-        self._begin(index, grads)
-        members = [
-            member(param, self.state[param]) for param, grad in zip(params, grads, strict=True) if grad is not None
-        ]
-        plan = Plan(members, live, self._backend)
+        plan = Plan(self._begun(index, grads), live, self._backend)
         self._plans[index] = (*layout(params, grads, [self.state.get(param) for param in params]), plan)
         return plan
 
-    def _begin(self, index: int, grads: list[Tensor | None]) -> None:
-        """Make the states that are missing, and let those without a gradient keep their count."""
+    def _begun(self, index: int, grads: list[Tensor | None]) -> list[Run]:
+        """The parameters with gradients and their states, new ones if need be; the others keep their step count."""
         group = self.param_groups[index]
-        params = group["params"]
-        present = []
-        for place, grad in enumerate(grads):
-            if grad is not None:
-                check_grad(grad, local(params[place]), _name(index, group, place))
-                present.append(place)
-        self._create([params[place] for place in present], group)
-        count_apart(
-            [self.state[param] for param in params if self.state.get(param)],
-            counted=[self.state[params[place]] for place in present],
-        )
-        for place in present:
-            check_states(member(params[place], self.state[params[place]]), _name(index, group, place))
+        present = {place: grad for place, grad in enumerate(grads) if grad is not None}
+        params = {place: group["params"][place] for place in present}
+        names = {place: _name(index, group, place) for place in present}
+        for place, grad in present.items():
+            check_grad(grad, local(params[place]), names[place])
+        self._create(list(params.values()), group["amsgrad"])
+        states = {place: self.state[param] for place, param in params.items()}
+        count_apart([self.state[param] for param in group["params"] if self.state.get(param)], states.values())
+        runs = {place: Run(state["step"], stored(params[place], state)) for place, state in states.items()}
+        for place, run in runs.items():
+            check_states(run, names[place])
+        return list(runs.values())
 
-    def _create(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _create(self, params: list[Tensor], amsgrad: bool) -> None:
         new = [param for param in params if not self.state.get(param)]
-        for param, state in zip(new, create(new, self._precision, group["amsgrad"]), strict=True):
-            self.state[param] = state
+        self.state.update(zip(new, create(new, self._precision, amsgrad), strict=True))
 
-    def _load_states(self, index: int, saved_ids: list[Any], saved: dict[Any, Any]) -> None:
+    def _load_group(self, index: int, saved_states: list[State | None], count: Any) -> None:
         group = self.param_groups[index]
-        names = [_name(index, group, place) for place in range(len(saved_ids))]
-        loaded = [place for place, saved_id in enumerate(saved_ids) if saved.get(saved_id)]
-        params = [group["params"][place] for place in loaded]
-        self._create(params, group)
-        for place, param in zip(loaded, params, strict=True):
-            copy_in(param, self.state[param], saved[saved_ids[place]], names[place])
+        loaded = {place: state for place, state in enumerate(saved_states) if state}
+        params = {place: group["params"][place] for place in loaded}
+        self._create(list(params.values()), group["amsgrad"])
+        for place, saved_state in loaded.items():
+            copy_in(params[place], self.state[params[place]], saved_state, _name(index, group, place))
         set_counts(
-            [self.state[param] for param in params],
-            [float(saved[saved_ids[place]]["step"]) for place in loaded],
+            [self.state[param] for param in params.values()],
+            [float(saved_state.get("step", count)) for saved_state in loaded.values()],
         )
-        for param in set(group["params"]) - set(params):
-            self.state.pop(param, None)
+        for place, param in enumerate(group["params"]):
+            if place not in loaded:
+                self.state.pop(param, None)
 
 
-def local_grad(param: Tensor) -> Tensor | None:
+def _numbers(group: dict[str, Any], grad_scale: Tensor | None, skip: Tensor | None) -> Hyperparameters:
+    beta1, beta2 = group["betas"]
+    return Hyperparameters(
+        group["lr"],
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        maximize=group["maximize"],
+        bias_correction=group["bias_correction"],
+        grad_scale=grad_scale,
+        skip=skip,
+    )
+
+
+def _gradient(param: Tensor) -> Tensor | None:
     """The gradient of a parameter, as far as this rank holds it."""
     grad: Tensor | None = param.grad
     if grad is None:
@@ -245,14 +317,3 @@ def _name(index: int, group: dict[str, Any], place: int) -> str:
 
 def _whole(number: Any) -> Any:
     return number.full_tensor() if isinstance(number, DTensor) else number
-
-
-def _taken_over(live: Any, saved: Any) -> Any:
-    """A saved value in the form of the live one: floats stay floats, tensors keep their address."""
-    if isinstance(live, tuple) and isinstance(saved, tuple | list):
-        return tuple(_taken_over(one, other) for one, other in zip(live, saved, strict=True))
-    if isinstance(live, Tensor):
-        return live.fill_(float(saved))
-    if isinstance(live, float) and isinstance(saved, Tensor):
-        return float(saved)
-    return deepcopy(saved)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -27,10 +27,11 @@ class Plan:
         self._neighbours: list[tuple[int, int]] = []
         on_device: dict[torch.device, list[_Sourced]] = defaultdict(list)
         for sourced in self._joined(members, grads):
-            on_device[sourced.run.param.device].append(sourced)
+            on_device[sourced.run.device].append(sourced)
         self._work: list[tuple[torch.device, Step, list[_Sourced]]] = []
         for device, here in on_device.items():
-            assigned = assign(backend, [sourced.run for sourced in here], [grads[sourced.index] for sourced in here])
+            dtypes = [grads[sourced.index].dtype for sourced in here]
+            assigned = assign(backend, device, [sourced.run for sourced in here], dtypes)
             self._work += [(device, step, [here[place] for place in places]) for step, places in assigned.items()]
         self._distances = self._between(grads)
 
@@ -55,25 +56,23 @@ class Plan:
             step([sourced.run for sourced in here], [sourced.gradient(grads) for sourced in here], on[device])
         for holed, dense in self._detours:
             holed.copy_(dense)
-        # Not every backend tells autograd that the weights of an earlier forward are gone.
-        torch.autograd.graph.increment_version([member.param for member in self.members])
 
     def _joined(self, members: Sequence[Run], grads: Sequence[Tensor]) -> "list[_Sourced]":
         found: list[_Sourced] = []
         counted_alike: dict[int, list[int]] = defaultdict(list)
         for index, (member, grad) in enumerate(zip(members, grads, strict=True)):
-            if not is_dense(member.param):
-                dense = torch.empty_like(member.param)
-                self._detours.append((member.param, dense))
-                found.append(_Sourced(replace(member, param=dense), index, reordered=True))
-            elif not is_dense(grad) or not same_order(member.param, grad):
+            if not is_dense(member.stored.param):
+                dense = torch.empty_like(member.stored.param)
+                self._detours.append((member.stored.param, dense))
+                found.append(_Sourced(Run(member.step, member.stored._replace(param=dense)), index, reordered=True))
+            elif not is_dense(grad) or not same_order(member.stored.param, grad):
                 found.append(_Sourced(member, index, reordered=True))
             elif member.numel:
                 counted_alike[id(member.step)].append(index)
         for indices in counted_alike.values():
-            for stretch in stretches([members[index].tensors for index in indices]):
+            for stretch in stretches([members[index].stored for index in indices]):
                 self._neighbours += pairwise(indices[place] for place in stretch)
-            for stretch in stretches([(*members[index].tensors, grads[index]) for index in indices]):
+            for stretch in stretches([(*members[index].stored, grads[index]) for index in indices]):
                 found.append(_together([indices[place] for place in stretch], members, grads))
         return found
 
@@ -87,7 +86,7 @@ def layout(
     """Where parameters and states lie, and how gradients are laid out. And the objects whose ids it has, to be kept."""
     kept = [value for state in states if state for value in state.values()]
     return (
-        [local(param).data_ptr() for param in params],
+        [(param.data_ptr(), param.stride()) for param in map(local, params)],
         [None if grad is None else (grad.layout, grad.dtype, grad.shape, *_strides(grad)) for grad in grads],
         list(map(id, kept)),
     ), kept
@@ -112,13 +111,13 @@ class _Sourced:
         if self.flat:
             return grad.as_strided((self.run.numel,), (1,))
         if self.reordered:
-            return torch.empty_like(self.run.param, dtype=grad.dtype).copy_(grad)
+            return torch.empty_like(self.run.stored.param, dtype=grad.dtype).copy_(grad)
         return grad
 
 
 def _together(indices: list[int], members: Sequence[Run], grads: Sequence[Tensor]) -> _Sourced:
     first = members[indices[0]]
-    if len(indices) == 1 and first.param.dim() and first.param.stride() == grads[indices[0]].stride():
+    if len(indices) == 1 and first.stored.param.dim() and first.stored.param.stride() == grads[indices[0]].stride():
         return _Sourced(first, indices[0])
     return _Sourced(first.extended(sum(members[index].numel for index in indices)), indices[0], flat=True)
 
@@ -127,7 +126,7 @@ def _step_tensors(members: Sequence[Run]) -> dict[torch.device, list[Tensor]]:
     """Each once."""
     counts: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
     for member in members:
-        counts[member.param.device][id(member.step)] = member.step
+        counts[member.device][id(member.step)] = member.step
     return {device: list(steps.values()) for device, steps in counts.items()}
 
 

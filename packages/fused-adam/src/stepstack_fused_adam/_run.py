@@ -1,72 +1,69 @@
 """Runs: stretches of memory that a step treats alike."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack
+
+from stepstack_fused_adam._block8 import blocks
+from stepstack_fused_adam._definition import Stored
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A parameter with its states, or a stretch of adjacent ones: dense, of one shape and one order in memory.
+    """A parameter with its states, or a stretch of adjacent ones, all dense and in one order in memory.
 
-    `step` is 0-d fp32. `master` is the fp32 weight of which `param` is the rounded copy.
+    `step` is 0-d fp32, the number of steps that they have made.
     """
 
     step: Tensor
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None = None
-    master: Tensor | None = None
+    stored: Stored
 
     @cached_property
     def numel(self) -> int:
-        return self.param.numel()
+        return self.stored.param.numel()
 
     @cached_property
-    def weight(self) -> Tensor:
-        """What the arithmetic moves."""
-        return self.param if self.master is None else self.master
+    def device(self) -> torch.device:
+        return self.stored.param.device
 
     @cached_property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the weight and the moments."""
-        moments = (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
-        return (self.weight.dtype, *(moment.dtype for moment in moments if moment is not None))
+    def dtypes(self) -> tuple[torch.dtype | None, ...]:
+        return tuple(None if tensor is None else tensor.dtype for tensor in self.stored)
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All but the step: those with one element for each of the parameter."""
-        return self.param, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq, self.master
+    @cached_property
+    def floating(self) -> bool:
+        """Whether all of it is stored as floating numbers, none in two halves or as codes."""
+        return all(dtype is None or dtype.is_floating_point for dtype in self.dtypes)
 
     @cached_property
     def flat(self) -> "Run":
         """The same memory, with one dim."""
         return self.extended(self.numel)
 
+    @cached_property
+    def apart(self) -> Stored:
+        """The same memory, flat, as tensors that are nobody's views and start at offset 0."""
+        return _stored(None if tensor is None else from_dlpack(tensor) for tensor in self.flat.stored)
+
     def extended(self, numel: int) -> "Run":
         """The flat run of `numel` elements that starts where this one does."""
-        return self._each(lambda tensor: flat(tensor, numel))
+        sized = zip(self.stored, _sizes(numel), strict=True)
+        return Run(self.step, _stored(None if tensor is None else flat(tensor, size) for tensor, size in sized))
 
     def cut(self, limit: int) -> "list[Run]":
-        """Flat runs of at most `limit` elements, in order."""
-        return [self.flat._each(partial(_part, start=start, limit=limit)) for start in range(0, self.numel, limit)]
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Run":
-        param, exp_avg, exp_avg_sq, *optional = (None if tensor is None else change(tensor) for tensor in self.tensors)
-        assert param is not None
-        assert exp_avg is not None
-        assert exp_avg_sq is not None
-        return Run(self.step, param, exp_avg, exp_avg_sq, *optional)
-
-
-def _part(tensor: Tensor, *, start: int, limit: int) -> Tensor:
-    return tensor[start : start + limit]
+        """Flat runs of at most `limit` elements, in order; a multiple of 64, for the sake of the scales."""
+        parts = -(-self.numel // limit)
+        columns = [
+            [None] * parts if tensor is None else torch.split(tensor, size)
+            for tensor, size in zip(self.flat.stored, _sizes(limit), strict=True)
+        ]
+        return [Run(self.step, _stored(tensors)) for tensors in zip(*columns, strict=True)]
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -78,7 +75,8 @@ def local(tensor: Tensor) -> Tensor:
     """What this rank holds of it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return tensor
 
 
 def flat(tensor: Tensor, numel: int) -> Tensor:
@@ -120,6 +118,15 @@ def stretches(members: Iterable[Sequence[Tensor | None]]) -> Iterator[list[int]]
             stretch = [index]
     if stretch:
         yield stretch
+
+
+def _stored(tensors: Iterable[Tensor | None]) -> Stored:
+    return Stored(*tensors)  # type: ignore[arg-type]  # made from another: None is where it was there
+
+
+def _sizes(numel: int) -> tuple[int, ...]:
+    """Of each tensor that is stored for so many elements."""
+    return tuple(blocks(numel) if name.endswith("_scale") else numel for name in Stored._fields)
 
 
 def _address(member: Sequence[Tensor | None]) -> tuple[str, int, int]:

@@ -1,7 +1,6 @@
-"""The states of parameters: made, copied out, copied in. Named and shaped as torch.optim.AdamW's."""
+"""The states of parameters: what they consist of, how they begin, and whom they share a step count with."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,25 +8,47 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stepstack_fused_adam._run import Run, arithmetic, dense_like, is_dense, local, stretches
+from stepstack_fused_adam import _block8
+from stepstack_fused_adam._definition import Stored
+from stepstack_fused_adam._run import arithmetic, dense_like, is_dense, local, stretches
 
 State = dict[str, Any]
+
+BLOCK8 = "block8"
+NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes the states are kept; None is the dtype of the arithmetic."""
+    """How states are stored. Moments: a dtype, "block8", or None for the dtype of the arithmetic."""
 
     master_weights: str | None = None
+    exp_avg: torch.dtype | str | None = None
+    exp_avg_sq: torch.dtype | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.master_weights not in (None, "fp32", "remainder"):
+            raise ValueError(f'master_weights is None, "fp32" or "remainder", not {self.master_weights!r}')
+        for name, form in (("exp_avg_dtype", self.exp_avg), ("exp_avg_sq_dtype", self.exp_avg_sq)):
+            if form not in (None, torch.float32, torch.bfloat16, BLOCK8):
+                raise ValueError(f'{name} is None, torch.float32, torch.bfloat16 or "block8", not {form!r}')
 
     def dtypes(self, param: Tensor, amsgrad: bool) -> dict[str, torch.dtype]:
-        """By name, of the states that a parameter has besides its step."""
+        """By name, of what a parameter has besides its step."""
         wide = arithmetic(param.dtype)
-        dtypes = {"exp_avg": wide, "exp_avg_sq": wide}
+        dtypes = {
+            "exp_avg": _dtype(self.exp_avg, wide, torch.int8),
+            "exp_avg_sq": _dtype(self.exp_avg_sq, wide, torch.uint8),
+        }
         if amsgrad:
-            dtypes["max_exp_avg_sq"] = wide
-        if self.master_weights == "fp32" and param.dtype.itemsize == 2:
+            dtypes["max_exp_avg_sq"] = _dtype(self.exp_avg_sq, wide, wide)
+        if self.master_weights == "remainder" and param.dtype == torch.bfloat16:
+            dtypes["master_param"] = torch.int16
+        elif self.master_weights and param.dtype.itemsize == 2:
             dtypes["master_param"] = torch.float32
+        for name, form in (("exp_avg_scale", self.exp_avg), ("exp_avg_sq_scale", self.exp_avg_sq)):
+            if form == BLOCK8:
+                dtypes[name] = torch.float32
         return dtypes
 
 
@@ -37,43 +58,42 @@ def create(params: Sequence[Tensor], precision: Precision, amsgrad: bool) -> lis
     On each device they share one step tensor, and the states of neighbours in memory are neighbours too.
     """
     states: list[State] = [{} for _ in params]
-    locals_ = [local(param.detach()) for param in params]
-    steps: dict[torch.device, Tensor] = {}
-    for here, state in zip(locals_, states, strict=True):
-        if here.device not in steps:
-            steps[here.device] = torch.zeros((), dtype=torch.float32, device=here.device)
-        state["step"] = steps[here.device]
-    for stretch in _neighbours(locals_):
-        first = locals_[stretch[0]]
-        numel = sum(locals_[index].numel() for index in stretch)
+    here = [local(param.detach()) for param in params]
+    steps = {device: torch.zeros((), dtype=torch.float32, device=device) for device in {param.device for param in here}}
+    for param, state in zip(here, states, strict=True):
+        state["step"] = steps[param.device]
+    for stretch in neighbours(here, precision):
+        first = here[stretch[0]]
         for name, dtype in precision.dtypes(first, amsgrad).items():
-            buffer = torch.zeros(numel, dtype=dtype, device=first.device)
-            start = 0
-            for index in stretch:
-                here = locals_[index]
-                view = buffer.as_strided(here.shape, dense_like(here).stride(), start)
-                start += here.numel()
-                states[index][name] = _as_held(view, params[index])
-            if name == "master_param":
-                for index in stretch:
-                    local(states[index][name]).copy_(locals_[index])
+            sizes = [_size(name, here[index]) for index in stretch]
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+            for index, part in zip(stretch, buffer.split_with_sizes(sizes), strict=True):
+                states[index][name] = as_held(name, part, params[index])
+    for param, state in zip(params, states, strict=True):
+        refresh(param, state)
     return states
 
 
-def member(param: Tensor, state: State) -> Run:
+def refresh(param: Tensor, state: State) -> None:
+    """The master weight becomes what the parameter is."""
+    if "master_param" in state:
+        master = local(state["master_param"])
+        if master.dtype == torch.int16:
+            master.zero_()
+        else:
+            master.copy_(local(param.detach()))
+
+
+def stored(param: Tensor, state: State) -> Stored:
     """A parameter and its states as the step sees them: on this rank."""
-    optional = (state.get(name) for name in ("max_exp_avg_sq", "master_param"))
-    return Run(
-        state["step"],
-        local(param.detach()),
-        local(state["exp_avg"]),
-        local(state["exp_avg_sq"]),
-        *(None if tensor is None else local(tensor) for tensor in optional),
-    )
+    tensors = (state.get(name) for name in NAMES)
+    here = [None if tensor is None else local(tensor) for tensor in tensors]
+    return Stored(local(param.detach()), *here)  # type: ignore[arg-type]  # a state has its moments
 
 
 def count_apart(states: Iterable[State], counted: Iterable[State]) -> None:
     """States that are not `counted` this time no longer share a step tensor with those that are."""
+    states = list(states)
     counting = {id(state) for state in counted}
     moving = {id(state["step"]) for state in states if id(state) in counting}
     apart: dict[int, Tensor] = {}
@@ -85,55 +105,37 @@ def count_apart(states: Iterable[State], counted: Iterable[State]) -> None:
             state["step"] = apart[id(step)]
 
 
-def copied_out(state: State) -> State:
-    """A copy that shares no memory."""
-    return {key: value.clone() if isinstance(value, Tensor) else deepcopy(value) for key, value in state.items()}
+def neighbours(params: Sequence[Tensor], precision: Precision) -> list[list[int]]:
+    """Indices of parameters that lie one after the other; with scales, of those that are whole blocks."""
+    whole_blocks = BLOCK8 in (precision.exp_avg, precision.exp_avg_sq)
+    joinable = {
+        index
+        for index, param in enumerate(params)
+        if param.numel() and is_dense(param) and not (whole_blocks and param.numel() % _block8.BLOCK)
+    }
+    order = sorted(joinable)
+    found = [[order[place] for place in stretch] for stretch in stretches([(params[index],) for index in order])]
+    return found + [[index] for index in range(len(params)) if index not in joinable]
 
 
-def copy_in(param: Tensor, state: State, saved: Mapping[str, Any], name: str) -> None:
-    """Fill the tensors of a state, all but its step, from a saved one; their dtypes and addresses stay."""
-    for key, live in state.items():
-        if key == "step":
-            continue
-        if key == "master_param" and key not in saved:
-            local(live).copy_(local(param.detach()))
-            continue
-        if key not in saved:
-            raise ValueError(f"the saved state of {name} has no {key}, only {sorted(saved)}")
-        value = saved[key]
-        if isinstance(value, DTensor) != isinstance(live, DTensor) or value.shape != live.shape:
-            raise ValueError(
-                f"the saved {key} of {name} is a {type(value).__name__} {tuple(value.shape)}, "
-                f"its parameter a {type(param).__name__} {tuple(param.shape)}"
-            )
-        local(live).copy_(local(value))
-    for key in saved.keys() - state.keys() - {"step"}:
-        state[key] = copied_out({key: saved[key]})[key]
-
-
-def set_counts(states: Sequence[State], counts: Sequence[float]) -> None:
-    """Give each state its step count. Who shares a step tensor still does, as long as the counts are equal."""
-    taken: dict[int, float] = {}
-    apart: dict[tuple[int, float], Tensor] = {}
-    for state, count in zip(states, counts, strict=True):
-        step = state["step"]
-        if taken.setdefault(id(step), count) != count:
-            if (id(step), count) not in apart:
-                apart[id(step), count] = torch.full_like(step, count)
-            state["step"] = apart[id(step), count]
-        else:
-            step.fill_(count)
-
-
-def _as_held(view: Tensor, param: Tensor) -> Tensor:
+def as_held(name: str, part: Tensor, param: Tensor) -> Tensor:
+    """A stretch of memory in the shape of the parameter; a DTensor if that is one."""
+    if name.endswith("_scale"):
+        return part
+    here = local(param.detach())
+    part = part.as_strided(here.shape, dense_like(here).stride())
     if not isinstance(param, DTensor):
-        return view
+        return part
     return DTensor.from_local(
-        view, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
 
 
-def _neighbours(tensors: Sequence[Tensor]) -> list[list[int]]:
-    dense = [index for index, tensor in enumerate(tensors) if tensor.numel() and is_dense(tensor)]
-    found = [[dense[place] for place in stretch] for stretch in stretches([(tensors[index],) for index in dense])]
-    return found + [[index] for index in range(len(tensors)) if index not in set(dense)]
+def _dtype(form: torch.dtype | str | None, wide: torch.dtype, codes: torch.dtype) -> torch.dtype:
+    if isinstance(form, torch.dtype):
+        return form
+    return wide if form is None else codes
+
+
+def _size(name: str, param: Tensor) -> int:
+    return _block8.blocks(param.numel()) if name.endswith("_scale") else param.numel()

@@ -1,12 +1,13 @@
 """The backend that is always here: `torch._fused_adam(w)_`, and around it what that cannot do on its own."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam._definition import update_
+from stepstack_fused_adam._definition import update_, weight
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, arithmetic, flat
 
@@ -14,56 +15,33 @@ from stepstack_fused_adam._run import Run, arithmetic, flat
 _BATCH = {"cpu": 2**20}
 _LONG_BATCH = 2**25
 
+_Batch = list[tuple[Run, Tensor]]
+
 
 def takes(run: Run, grad_dtype: torch.dtype) -> bool:
     """Whether torch's kernel does this run as it is, in one pass over memory."""
-    return run.master is None and {*run.dtypes, grad_dtype} == {run.param.dtype}
+    return run.stored.master is None and {*run.dtypes, grad_dtype} - {None} == {run.stored.param.dtype}
 
 
 def step_(runs: Sequence[Run], grads: Sequence[Tensor], by: Hyperparameters) -> None:
     """One step of runs on one device; the number of calls does not grow with the number of runs.
 
-    Except where betas are tensors, which the kernel does not read: then it is the definition, run by run.
+    What the kernel cannot read (codes, remainders, betas in tensors) goes through the definition, run by run.
     """
-    for members, their_grads in _batches(runs, grads):
-        if _kernel_reads(by):
-            _through_kernel_(members, their_grads, by)
-        else:
-            _through_definition_(members, their_grads, by)
-
-
-def _batches(runs: Sequence[Run], grads: Sequence[Tensor]) -> Iterator[tuple[list[Run], list[Tensor]]]:
-    """Runs of equal dtypes; those that need wide copies are cut and packed, so that few copies exist at a time."""
-    alike: dict[object, tuple[list[Run], list[Tensor]]] = {}
+    alike: dict[object, _Batch] = defaultdict(list)
     for run, grad in zip(runs, grads, strict=True):
-        members, their_grads = alike.setdefault((run.param.dtype, run.dtypes, grad.dtype), ([], []))
-        members.append(run)
-        their_grads.append(grad)
-    for members, their_grads in alike.values():
-        if takes(members[0], their_grads[0].dtype):
-            yield members, their_grads
+        alike[run.dtypes, grad.dtype].append((run, grad))
+    for batch in alike.values():
+        run, grad = batch[0]
+        limit = _BATCH.get(run.device.type, _LONG_BATCH)
+        if not run.floating or not _kernel_reads(by):
+            for piece in _cut(batch, limit):
+                _through_definition_(*piece, by)
+        elif takes(run, grad.dtype):
+            _through_kernel_(batch, by)
         else:
-            yield from _packed(members, their_grads, _BATCH.get(members[0].param.device.type, _LONG_BATCH))
-
-
-def _packed(runs: list[Run], grads: list[Tensor], limit: int) -> Iterator[tuple[list[Run], list[Tensor]]]:
-    members: list[Run] = []
-    their_grads: list[Tensor] = []
-    room = limit
-    for run, grad in zip(runs, grads, strict=True):
-        if run.numel > limit:
-            grad = flat(grad, run.numel)
-            for place, piece in enumerate(run.cut(limit)):
-                yield [piece], [grad[place * limit : (place + 1) * limit]]
-            continue
-        if run.numel > room:
-            yield members, their_grads
-            members, their_grads, room = [], [], limit
-        members.append(run)
-        their_grads.append(grad)
-        room -= run.numel
-    if members:
-        yield members, their_grads
+            for packed in _packed(_cut(batch, limit), limit):
+                _through_kernel_(packed, by)
 
 
 def _kernel_reads(by: Hyperparameters) -> bool:
@@ -72,12 +50,53 @@ def _kernel_reads(by: Hyperparameters) -> bool:
     return by.decoupled or not isinstance(by.weight_decay, Tensor)
 
 
-def _through_kernel_(runs: list[Run], grads: list[Tensor], by: Hyperparameters) -> None:
-    first = runs[0]
-    wide = first.param.dtype if takes(first, grads[0].dtype) else arithmetic(first.weight.dtype)
-    stored = [[run.weight for run in runs], [run.exp_avg for run in runs], [run.exp_avg_sq for run in runs]]
+def _cut(batch: _Batch, limit: int) -> Iterator[tuple[Run, Tensor]]:
+    for run, grad in batch:
+        if run.numel <= limit:
+            yield run, grad
+        else:
+            yield from zip(
+                run.cut(limit), flat(grad, run.numel).split_with_sizes(_parts(run.numel, limit)), strict=True
+            )
+
+
+def _parts(numel: int, limit: int) -> list[int]:
+    whole, rest = divmod(numel, limit)
+    return [limit] * whole + [rest] * (rest > 0)
+
+
+def _packed(pieces: Iterator[tuple[Run, Tensor]], limit: int) -> Iterator[_Batch]:
+    packed: _Batch = []
+    room = limit
+    for run, grad in pieces:
+        if run.numel > room:
+            yield packed
+            packed, room = [], limit
+        packed.append((run, grad))
+        room -= run.numel
+    if packed:
+        yield packed
+
+
+def _through_definition_(run: Run, grad: Tensor, by: Hyperparameters) -> None:
+    count = run.step if by.bias_correction else torch.full_like(run.step, torch.inf)
+    update_(
+        run.flat.stored,
+        flat(grad, run.numel),
+        count,
+        by.scalars(arithmetic(run.stored.param.dtype), run.device),
+        by.decoupled,
+    )
+
+
+def _through_kernel_(batch: _Batch, by: Hyperparameters) -> None:
+    runs, grads = [run for run, _ in batch], [grad for _, grad in batch]
+    first = runs[0].stored
+    wide = first.param.dtype if takes(runs[0], grads[0].dtype) else arithmetic(first.param.dtype)
+    stored = [[weight(run.stored) for run in runs]]
+    stored += [[run.stored.exp_avg for run in runs], [run.stored.exp_avg_sq for run in runs]]
     if first.max_exp_avg_sq is not None:
-        stored.append([run.max_exp_avg_sq for run in runs if run.max_exp_avg_sq is not None])
+        stored.append([run.stored.max_exp_avg_sq for run in runs if run.stored.max_exp_avg_sq is not None])
     weights, exp_avgs, exp_avg_sqs, *maxima = copies = [_widened(tensors, wide) for tensors in stored]
     weight_decay = by.weight_decay
     if isinstance(weight_decay, Tensor):
@@ -90,7 +109,7 @@ def _through_kernel_(runs: list[Run], grads: list[Tensor], by: Hyperparameters) 
         exp_avgs,
         exp_avg_sqs,
         maxima[0] if maxima else [],
-        [run.step for run in runs],
+        _counts(runs, by),
         lr=by.lr,
         beta1=by.beta1,
         beta2=by.beta2,
@@ -116,6 +135,12 @@ def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_mul(tensors, [one] * len(tensors)))
 
 
+def _counts(runs: Sequence[Run], by: Hyperparameters) -> list[Tensor]:
+    if by.bias_correction:
+        return [run.step for run in runs]
+    return [torch.full_like(runs[0].step, torch.inf)] * len(runs)  # 1 - beta^inf is 1
+
+
 def _decay_(weights: list[Tensor], by: Hyperparameters) -> None:
     factor = 1 - by.lr * by.weight_decay
     assert isinstance(factor, Tensor)
@@ -125,27 +150,11 @@ def _decay_(weights: list[Tensor], by: Hyperparameters) -> None:
     torch._foreach_mul_(weights, factor)
 
 
-def _round_(runs: list[Run], skip: Tensor | None) -> None:
+def _round_(runs: Sequence[Run], skip: Tensor | None) -> None:
     """The parameters become their masters, rounded; or stay what they are."""
-    params, masters = [run.flat.param for run in runs], [run.flat.weight for run in runs]
+    params, masters = [run.flat.stored.param for run in runs], [weight(run.flat.stored) for run in runs]
     if skip is None:
         torch._foreach_copy_(params, masters)
         return
     chosen = torch.where(skip != 0, torch.cat(params), torch.cat(masters).to(params[0].dtype))
     torch._foreach_copy_(params, list(chosen.split_with_sizes([run.numel for run in runs])))
-
-
-def _through_definition_(runs: list[Run], grads: list[Tensor], by: Hyperparameters) -> None:
-    scalars = by.scalars(arithmetic(runs[0].weight.dtype), runs[0].param.device)
-    for run, grad in zip(runs, grads, strict=True):
-        update_(
-            run.param,
-            grad,
-            run.exp_avg,
-            run.exp_avg_sq,
-            run.max_exp_avg_sq,
-            run.master,
-            run.step,
-            scalars,
-            by.decoupled,
-        )

@@ -1,0 +1,106 @@
+"""States copied out and in. Saved ones are named and shaped as torch.optim.AdamW's."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stepstack_fused_adam._definition import Stored, first_moment, narrowed, second_moment, weight
+from stepstack_fused_adam._run import Run, arithmetic, dense_like, flat, is_dense, local
+from stepstack_fused_adam._state import NAMES, State, as_held, stored
+
+
+def copied_out(mapping: Mapping[str, Any]) -> State:
+    """A copy that shares no memory."""
+    return {key: value.clone() if isinstance(value, Tensor) else deepcopy(value) for key, value in mapping.items()}
+
+
+def saved(param: Tensor, state: State) -> State:
+    """A copy of a state in the form that any AdamW reads: codes as the numbers they stand for, master weights whole."""
+    memory = _flat(param, state)
+    numbers = {
+        "exp_avg": first_moment(memory),
+        "exp_avg_sq": second_moment(memory),
+        "max_exp_avg_sq": memory.max_exp_avg_sq,
+        "master_param": None if memory.master is None else weight(memory),
+    }
+    copied = copied_out({key: value for key, value in state.items() if key not in NAMES})
+    copied |= {key: as_held(key, value.clone(), param) for key, value in numbers.items() if value is not None}
+    return copied
+
+
+def copy_in(param: Tensor, state: State, saved_state: Mapping[str, Any], name: str) -> None:
+    """Fill all but the step of a state from a saved one; what it is stored as, and where, stays.
+
+    With a remainder, the parameter is written too: it is one half of the master weight.
+    """
+    memory = _flat(param, state)
+    halves = memory.master is not None and memory.master.dtype == torch.int16
+    theta = weight(memory._replace(master=None))
+    if memory.master is not None and "master_param" in saved_state:
+        theta = _saved("master_param", param, saved_state, name)
+    new = narrowed(
+        memory,
+        theta.to(arithmetic(theta.dtype)),
+        _saved("exp_avg", param, saved_state, name),
+        _saved("exp_avg_sq", param, saved_state, name),
+        None if memory.max_exp_avg_sq is None else _saved("max_exp_avg_sq", param, saved_state, name),
+    )
+    for old, value in zip(memory[1:], new[1:], strict=True):
+        if old is not None and value is not None:
+            old.copy_(value)
+    if halves:
+        here = local(param.detach())
+        here.copy_(new.param.as_strided(here.shape, dense_like(here).stride()))
+    for key in saved_state.keys() - {*NAMES, "step"}:
+        state[key] = copied_out({key: saved_state[key]})[key]
+
+
+def set_counts(states: Sequence[State], counts: Sequence[float]) -> None:
+    """Give each state its step count. Who shares a step tensor still does, as long as the counts are equal."""
+    taken: dict[int, float] = {}
+    apart: dict[tuple[int, float], Tensor] = {}
+    for state, count in zip(states, counts, strict=True):
+        step = state["step"]
+        if taken.setdefault(id(step), count) == count:
+            step.fill_(count)
+        else:
+            if (id(step), count) not in apart:
+                apart[id(step), count] = torch.full_like(step, count)
+            state["step"] = apart[id(step), count]
+
+
+def taken_over(live: Any, saved_value: Any) -> Any:
+    """A saved value of a group in the form of the live one: floats stay floats, tensors keep their address."""
+    if isinstance(live, tuple) and isinstance(saved_value, tuple | list):
+        return tuple(taken_over(one, other) for one, other in zip(live, saved_value, strict=True))
+    if isinstance(live, Tensor):
+        return live.fill_(float(saved_value))
+    if isinstance(live, float) and isinstance(saved_value, Tensor):
+        return float(saved_value)
+    return deepcopy(saved_value)
+
+
+def _flat(param: Tensor, state: State) -> Stored:
+    memory = stored(param, state)
+    if not is_dense(memory.param):
+        memory = memory._replace(param=memory.param.clone())
+    return Run(state["step"], memory).flat.stored
+
+
+def _saved(key: str, param: Tensor, saved_state: Mapping[str, Any], name: str) -> Tensor:
+    """A saved tensor in the dtype of the arithmetic, flat, in the order of the parameter."""
+    if key not in saved_state:
+        raise ValueError(f"the saved state of {name} has no {key}, only {sorted(saved_state)}")
+    value = saved_state[key]
+    if isinstance(value, DTensor) != isinstance(param, DTensor) or value.shape != param.shape:
+        raise ValueError(
+            f"the saved {key} of {name} is a {type(value).__name__} {tuple(value.shape)}, "
+            f"its parameter a {type(param).__name__} {tuple(param.shape)}"
+        )
+    here = local(param.detach())
+    ordered = torch.empty_like(here, dtype=arithmetic(here.dtype)).copy_(local(value))
+    return flat(ordered, ordered.numel())
