@@ -78,11 +78,18 @@ def rotate(x, cos, sin):
 
 
 def standard_library():
-    """Two tensors of bytes, for training and validation: the modules by name, every tenth is for validation."""
-    root = Path(sysconfig.get_path("stdlib"))
-    elsewhere = {"site-packages", "dist-packages", "test", "tests"}
-    paths = [path for path in sorted(root.rglob("*.py")) if not elsewhere.intersection(path.relative_to(root).parts)]
-    return read([path for i, path in enumerate(paths) if i % 10]), read(paths[::10])
+    """Two tensors of bytes, for training and validation: all modules in order, every tenth is for validation."""
+    paths = list(modules(Path(sysconfig.get_path("stdlib"))))
+    return read(path for i, path in enumerate(paths) if i % 10), read(paths[::10])
+
+
+def modules(folder):
+    """The Python files in a folder and, unless they are tests or of somebody else, in those below it."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in ("site-packages", "dist-packages", "test", "tests"):
+            yield from modules(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 def read(paths):

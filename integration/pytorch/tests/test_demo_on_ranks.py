@@ -3,6 +3,7 @@
 import threading
 from argparse import Namespace
 
+import matplotlib.pyplot  # noqa: F401  # once here, not in each forked rank
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,11 +14,14 @@ from stepstack_testing import on_ranks
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_that_is_stopped_and_resumed_ends_as_one_that_is_not(tmp_path, dtype):
+    text = torch.randint(256, (10_000,), dtype=torch.uint8)
+
     def train(rank, stopped, **options):
         stop = threading.Event()
         if stopped and rank == 1:  # one rank is told, and both stop
             stop.set()
         train_gpt.stop_signal = lambda: stop
+        train_gpt.standard_library = lambda: (text[:9000], text[9000:])
         train_gpt.join_the_others = lambda: (rank, 2, torch.device("cpu"))
         dist.destroy_process_group = lambda: None
         train_gpt.train(Namespace(size="tiny", steps=15, ranks=2, dtype=dtype, seed=0, **options))
