@@ -475,3 +475,34 @@ def test_sharded_gradients_take_a_slice_and_two_buffers():
         return slices, [buffer.numel() for buffer in pool._free]
 
     assert on_ranks(2, check) == [(8 * 4 * (1024 + 128) // 2, [1024 + 128] * 2)] * 2
+
+
+BYTES = {  # of bf16 parameters: on the device, for each parameter
+    "as it is": ({}, lambda n: 2 + 2 + 4 / n),
+    "fp32 masters": ({"inner_dtype": torch.float32}, lambda n: 2 + 2 + (4 + 4 + 8) / n),
+    "fp32 masters and gradients": (
+        {"inner_dtype": torch.float32, "grad_dtype": torch.float32},
+        lambda n: 2 + 4 + (4 + 8) / n,
+    ),
+    "sharded gradients": ({"shard_gradients": True}, lambda n: 2 + 2 / n + 2 * 2 / 8 + 4 / n),
+    "capturable": ({"capturable": True}, lambda n: 2 + 2 + 4 / n),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), BYTES.values(), ids=BYTES)
+def test_bytes_are_those_of_the_formula(options, expected):
+    def check(rank):
+        params = [nn.Parameter(torch.ones(2**15, dtype=torch.bfloat16)) for _ in range(8)]
+        optimizer = INNER["fused"](params, bucket_cap_mb=2**15 * 2 / 2**20, **options)
+        sum(p.sum() for p in params).backward()
+        optimizer.step()
+        gc.collect()
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) in (torch.Tensor, nn.Parameter)
+        }
+        return sum(storages.values()) / (8 * 2**15)
+
+    for seen in on_ranks(2, check):
+        assert seen == pytest.approx(expected(2), rel=0.01)
