@@ -153,6 +153,17 @@ def test_a_step_that_grows_the_scale_divides_by_the_one_it_multiplied_with(order
         assert optimizer.seen[0].tolist() == [1, 1, 1]
 
 
+def test_what_an_optimizer_divides_by_is_not_the_scale_that_changes_later():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = SeenByContract([weight])
+    optimizer.register_step_pre_hook(lambda optimizer, *_: kept.append(optimizer.grad_scale))
+    scaler, kept = GradScaler("cpu", init_scale=4.0, growth_interval=1), []
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (kept[0].item(), scaler.get_scale()) == (4, 8)
+
+
 @pytest.mark.parametrize("kind", [Seen, SeenByContract])
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 def test_deferred_clipping_leaves_nothing_on_the_optimizer(kind, enabled):

@@ -1,8 +1,5 @@
 """The scaler's own calls: what they change, what they leave alone, and that none of them waits."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -136,30 +133,6 @@ def test_operations_do_not_grow_with_the_parameters():
     assert counts[0] == counts[1] < 60
 
 
-def test_all_tensors_stay_where_they_are_for_fifty_steps_and_a_load():
-    weight, optimizer = model_and_optimizer()
-    scaler = GradScaler("cpu", growth_interval=2, hysteresis=2)
-    backward(scaler, weight)
-    names = ("_scale", "_growth_tracker", "_hysteresis_tracker", "_last_step_skipped", "_skipped_steps")
-
-    def where():
-        tensors = [getattr(scaler, name) for name in names]
-        return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
-
-    before = where()
-    for step in range(50):
-        optimizer.zero_grad()
-        backward(scaler, weight, INF if step % 3 == 0 else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    scaler.load_state_dict(GradScaler("cpu", init_scale=4.0).state_dict())
-    scaler.update(2.0)
-    assert where() == before
-    assert scaler.scale_tensor is scaler._scale
-    assert scaler.last_step_skipped is scaler._last_step_skipped
-    assert scaler.skipped_steps is scaler._skipped_steps
-
-
 def test_skipped_steps_are_counted_on_the_device():
     scaler = GradScaler("cpu")
     assert (scaler.last_step_skipped.dtype, scaler.skipped_steps.dtype) == (torch.bool, torch.int64)
@@ -271,60 +244,6 @@ def test_without_a_gpu_the_default_is_disabled_as_torchs_is(monkeypatch):
         scaler = GradScaler()
     assert scaler.scale_tensor == 1
     assert scaler.scale_tensor.device.type == "cpu"
-
-
-def test_a_state_dict_restores_hysteresis_exactly():
-    saved = GradScaler("cpu", preset="megatron", growth_interval=3)
-    for overflow in (0, 1, 0):
-        saved.update(found_inf=torch.tensor(float(overflow)))
-    loaded = GradScaler("cpu")
-    loaded.load_state_dict(saved.state_dict())
-    assert loaded.state_dict() == saved.state_dict()
-    assert (loaded.get_scale(), loaded.skipped_steps.item()) == (2.0**32, 1)
-    for scaler in (saved, loaded):
-        scaler.update(found_inf=torch.tensor(1.0))  # the second of two
-    assert loaded.get_scale() == saved.get_scale() == 2.0**31
-
-
-@pytest.mark.parametrize("made", [False, True], ids=["before the first use", "in use"])
-def test_a_state_dict_of_torch_loads_and_makes_hysteresis_whole(made):
-    scaler = GradScaler("cpu", init_scale=1024.0, hysteresis=2)
-    if made:
-        scaler.update(found_inf=True)
-    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5).state_dict())
-    assert (scaler.get_scale(), scaler.get_growth_interval(), scaler.skipped_steps.item()) == (64, 5, 0)
-    scaler.update(found_inf=True)
-    assert scaler.get_scale() == 64
-    scaler.update(found_inf=True)
-    assert scaler.get_scale() == 32
-
-
-def test_a_scale_that_fell_to_zero_is_loaded_as_the_smallest():
-    state = torch.amp.GradScaler("cpu").state_dict() | {"scale": 0.0}
-    (scaler := GradScaler("cpu", min_scale=0.5)).load_state_dict(state)
-    assert scaler.get_scale() == 0.5
-
-
-def test_a_bad_state_dict_changes_nothing():
-    scaler = GradScaler("cpu")
-    before = scaler.state_dict()
-    with pytest.raises(ValueError, match="hysteresis is -1"):
-        scaler.load_state_dict(before | {"hysteresis": -1, "scale": 2.0})
-    with pytest.raises(RuntimeError, match="state dict is empty"):
-        scaler.load_state_dict({})
-    assert scaler.state_dict() == before
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-def test_a_copy_goes_on_alone(duplicate, enabled):
-    scaler = GradScaler("cpu", init_scale=1024.0, hysteresis=2, enabled=enabled)
-    scaler.update(found_inf=True)
-    twin = duplicate(scaler)
-    twin.update(found_inf=True)
-    assert (scaler.get_scale(), twin.get_scale()) == ((1024, 512) if enabled else (1, 1))
-    assert twin.scale_tensor is not scaler.scale_tensor
-    assert (scaler.skipped_steps.item(), twin.skipped_steps.item()) == ((1, 2) if enabled else (0, 0))
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from stepstack_grad_scaler._devices import moved
+
 
 def check_groups(groups: Sequence[ProcessGroup]) -> tuple[ProcessGroup, ...]:
     """The groups; ValueError for what is none, or one that this rank is not in."""
@@ -50,9 +52,9 @@ def agreed(flags: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> Sequence[
         return flags
     packed = torch.stack(list(flags))
     for group in groups:
-        there = packed.to(_device_of(group, packed.device), non_blocking=True)
+        there = moved(packed, _device_of(group, packed.device))
         dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
-        packed = there.to(packed.device, non_blocking=True)
+        packed = moved(there, packed.device)
     return packed.unbind()
 
 

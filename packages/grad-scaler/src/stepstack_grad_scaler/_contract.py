@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from stepstack_grad_scaler._devices import moved
 from stepstack_grad_scaler._gradients import local_gradients, multiply_and_check_
 
 
@@ -66,7 +67,8 @@ def scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
         raise ValueError(f"expected a number or a tensor of one element, got one of shape {tuple(value.shape)}")
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
+    value = value.detach().reshape(()).float()
+    return value if device is None else moved(value, device)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from stepstack_grad_scaler._devices import moved
+
 LocalGradients = dict[torch.device, list[list[Tensor]]]
 
 
@@ -61,8 +63,8 @@ def multiply_and_check_(gradients: LocalGradients, factor: Tensor) -> Tensor:
     found = []
     for device, lists in gradients.items():
         found_here = torch.zeros((), dtype=torch.float32, device=device)
-        factor_here = factor.to(device, non_blocking=True)
+        factor_here = moved(factor, device)
         for gradients_of_one_dtype in lists:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients_of_one_dtype, found_here, factor_here)
-        found.append(found_here.to(factor.device, non_blocking=True))
+        found.append(moved(found_here, factor.device))
     return reduce(torch.maximum, found or [torch.zeros_like(factor)])

@@ -1,8 +1,7 @@
-"""The scaler: torch's calls and state dict, all that it remembers in tensors on the device."""
+"""The scaler: torch's calls, each decided on the device and for all ranks."""
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -13,12 +12,14 @@ from torch.optim import Optimizer
 
 from stepstack_grad_scaler._agreement import agreed, check_groups, groups_that_agree
 from stepstack_grad_scaler._contract import any_set, has_flag, scalar, step_by_contract, take_contract
+from stepstack_grad_scaler._devices import moved
 from stepstack_grad_scaler._gradients import local_gradients, multiply_and_check_, parameters_of
+from stepstack_grad_scaler._memory import RememberingScaler
 from stepstack_grad_scaler._presets import scale_and_rule
-from stepstack_grad_scaler._rule import Rule, ScaleState, adapted
+from stepstack_grad_scaler._rule import adapted
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(RememberingScaler):
     """torch's GradScaler, wholly on the device, with one decision for all devices and ranks.
 
         scaler = GradScaler("cuda", preset="torch", hysteresis=2)
@@ -27,7 +28,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     No call waits for the device, except to step an optimizer without `_step_supports_amp_scaling` (one read of the
-    flag, as in torch), with `at_min_scale="raise"`, and where a number is asked for (`get_scale`, `state_dict`).
+    flag, as in torch), with `at_min_scale="raise"`, where a number is asked for (`get_scale`, `state_dict`), and for
+    gradients that are on the CPU while the scale is not.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: torch's; numbers that are not
@@ -45,15 +47,6 @@ class GradScaler(torch.amp.GradScaler):
     all these ranks call them in the same order, with gradients or without. Raises ValueError for a bad argument, and
     torch's AssertionErrors.
     """
-
-    hysteresis: int
-    refill_hysteresis: Literal["on_growth", "on_clean_step"]
-    min_scale: float
-    max_scale: float
-    _growth_restart: int
-    _hysteresis_tracker: Tensor
-    _last_step_skipped: Tensor
-    _skipped_steps: Tensor
 
     def __init__(
         self,
@@ -85,35 +78,9 @@ class GradScaler(torch.amp.GradScaler):
             min_scale=min_scale,
             max_scale=max_scale,
         )
-        super().__init__(device, init_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, enabled)
-        self._take_on(rule)
-        self._init_growth_tracker, self._init_hysteresis_tracker = rule.growth_restart, rule.hysteresis
-        self._init_last_step_skipped, self._init_skipped_steps = False, 0
+        super().__init__(device, init_scale, rule, enabled)
         self.at_min_scale = at_min_scale
         self.groups = check_groups(groups)
-        if not self._enabled:  # torch leaves these out then
-            self._init_scale, self._scale, self._growth_tracker = 1.0, None, None
-
-    @property
-    def scale_tensor(self) -> Tensor:
-        """The scale: a 0-d fp32 tensor on the device, the same one for ever. 1 when disabled.
-
-        To be read; `update(new_scale)` writes it. It is made where the first scaled loss is or, if it is asked for
-        before that, on the scaler's device.
-        """
-        return self._check_scale_growth_tracker("scale_tensor")[0]
-
-    @property
-    def last_step_skipped(self) -> Tensor:
-        """Whether the step before the last `update` was skipped: a 0-d bool on the device, the same one for ever."""
-        self._check_scale_growth_tracker("last_step_skipped")
-        return self._last_step_skipped
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps were skipped so far: a 0-d int64 on the device, the same one for ever."""
-        self._check_scale_growth_tracker("skipped_steps")
-        return self._skipped_steps
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`optimizer.step(*args, **kwargs)` on unscaled gradients, which changes nothing if one is not finite.
@@ -185,88 +152,10 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             self._adapt(overflow=overflow, clean=any_set(has_gradients, overflow.device) & ~overflow)
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's keys, and beside them the rest of the rule and of what is remembered. Waits for the device."""
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self._number("scale"),
-            "_growth_tracker": self._number("growth_tracker"),
-            "_hysteresis_tracker": self._number("hysteresis_tracker"),
-            "last_step_skipped": self._number("last_step_skipped"),
-            "skipped_steps": self._number("skipped_steps"),
-            **asdict(self._rule()),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes on a state dict, of this scaler or torch's, rule included; tensors are written in place.
-
-        Of what torch's lacks, the rule stays as it is, hysteresis is whole and no step was skipped. The scale is
-        clamped to [min_scale, max_scale]. Raises RuntimeError for that of a disabled scaler, ValueError for a bad rule.
-        """
-        if not self._enabled or not state_dict:
-            super().load_state_dict(state_dict)  # does nothing, or says what is wrong
-            return
-        rule = Rule(**{name: state_dict.get(name, now) for name, now in asdict(self._rule()).items()})
-        numbers = {
-            "scale": min(max(state_dict["scale"], rule.min_scale), rule.max_scale),
-            "growth_tracker": state_dict["_growth_tracker"],
-            "hysteresis_tracker": state_dict.get("_hysteresis_tracker", rule.hysteresis),
-            "last_step_skipped": state_dict.get("last_step_skipped", False),
-            "skipped_steps": state_dict.get("skipped_steps", 0),
-        }
-        self._take_on(rule)
-        vars(self).update({f"_init_{name}": number for name, number in numbers.items()})
-        if self._scale is not None:
-            for name, number in numbers.items():
-                vars(self)[f"_{name}"].fill_(number)
-
     def __getstate__(self) -> dict[str, Any]:
         if self.groups:
             raise TypeError("a GradScaler with groups can be neither pickled nor copied; its state_dict() can")
-        state = super().__getstate__()
-        state.update({f"_init_{name}": self._number(name) for name in _REMEMBERED})
-        return state | dict.fromkeys((f"_{name}" for name in _REMEMBERED), None)
-
-    def _rule(self) -> Rule:
-        return Rule(
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            growth_restart=self._growth_restart,
-            hysteresis=self.hysteresis,
-            refill_hysteresis=self.refill_hysteresis,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-        )
-
-    def _take_on(self, rule: Rule) -> None:
-        self._growth_factor = rule.growth_factor
-        self._backoff_factor = rule.backoff_factor
-        self._growth_interval = rule.growth_interval
-        self._growth_restart = rule.growth_restart
-        self.hysteresis = rule.hysteresis
-        self.refill_hysteresis = rule.refill_hysteresis
-        self.min_scale = rule.min_scale
-        self.max_scale = rule.max_scale
-
-    def _number(self, name: str) -> Any:
-        """What a tensor holds, or will hold when it is made."""
-        tensor = vars(self).get(f"_{name}")
-        return vars(self)[f"_init_{name}"] if tensor is None else tensor.item()
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # torch refuses if nothing was scaled yet; but of a pipeline only the last rank has a loss.
-        if self._scale is None:
-            here = self._enabled or self._device != "cuda" or torch.cuda.is_available()
-            self._lazy_init_scale_growth_tracker(torch.device(self._device if here else "cpu"))
-        return super()._check_scale_growth_tracker(funcname)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
-        self._last_step_skipped = torch.full((), self._init_last_step_skipped, dtype=torch.bool, device=dev)
-        self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
+        return super().__getstate__()
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -278,7 +167,7 @@ class GradScaler(torch.amp.GradScaler):
         groups = groups_that_agree(parameters_of(optimizer), self.groups)
         found_inf, has_gradients = agreed([found_inf, has_gradients], groups)
         self._per_optimizer_states[id(optimizer)]["has_gradients"] = has_gradients
-        return {device: found_inf.to(device, non_blocking=True) for device in (found_inf.device, *gradients)}
+        return {device: moved(found_inf, device) for device in (found_inf.device, *gradients)}
 
     def _agreed(self, found_inf: Tensor | bool) -> Tensor:
         flag = any_set([scalar(found_inf, self.scale_tensor.device)], self.scale_tensor.device).float()
@@ -298,10 +187,9 @@ class GradScaler(torch.amp.GradScaler):
         scale.copy_(scalar(new_scale, scale.device).clamp(self.min_scale, self.max_scale))
 
     def _adapt(self, *, overflow: Tensor, clean: Tensor) -> None:
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
-        before = ScaleState(scale, growth_tracker, self._hysteresis_tracker)
+        before = self._state()
         after = adapted(before, self._rule(), overflow=overflow, clean=clean)
-        at_floor = scale <= self.min_scale
+        at_floor = before.scale <= self.min_scale
         for tensor, value in zip(before, after, strict=True):
             tensor.copy_(value)
         # The one wait of `update`, for those who asked for it.
@@ -311,7 +199,3 @@ class GradScaler(torch.amp.GradScaler):
                 "skipped, and a smaller scale is not allowed. Look for what is not finite in the model or its input, "
                 'lower min_scale, or go on skipping with at_min_scale="hold".'
             )
-
-
-# Tensors `_…`, made late from the numbers `_init_…`.
-_REMEMBERED = ("scale", "growth_tracker", "hysteresis_tracker", "last_step_skipped", "skipped_steps")
