@@ -470,7 +470,7 @@ def test_sharded_gradients_take_a_slice_and_two_buffers():
         params = [nn.Parameter(torch.ones(1024)) for _ in range(8)]
         optimizer = INNER["fused"](params, bucket_cap_mb=4096 / 2**20, shard_gradients=True)
         sum(p.sum() for p in params).backward()
-        pool = next(iter(optimizer._pools.values()))
+        pool = next(iter(optimizer._distribution.pools.values()))
         slices = sum(bucket.gradients.slice.untyped_storage().nbytes() for bucket in optimizer._backward.buckets)
         return slices, [buffer.numel() for buffer in pool._free]
 

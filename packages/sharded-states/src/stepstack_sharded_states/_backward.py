@@ -1,7 +1,7 @@
 """What happens during backward: gradients arrive, full buckets are launched, the last of them waits."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -26,17 +26,11 @@ class Backward:
         self._running = False
         self._stepped = False
 
-    def follow(self, bucket: Bucket) -> None:
-        """Take this bucket's gradients from now on; it is launched after those followed before."""
-        self.buckets.append(bucket)
-        for member in bucket.members:
-            after = _calling(weakref.ref(self), Backward._receive, bucket, member)
-            handles = [member.param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
-            if isinstance(bucket.gradients, ViewedGradients):
-                before = _calling(weakref.ref(self), Backward._prepare, bucket, member)
-                handles.append(member.param.register_hook(before))  # type: ignore[no-untyped-call]
-            for handle in handles:
-                weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
+    def follow(self, buckets: Iterable[Bucket]) -> None:
+        """Take these buckets' gradients from now on; they are launched after those followed before."""
+        for bucket in buckets:
+            self.buckets.append(bucket)
+            self._hook(bucket)
 
     def finish(self) -> None:
         """Reduce what no backward has: accumulated under `no_sync`, or assigned to `.grad` by hand. Collective then."""
@@ -57,6 +51,16 @@ class Backward:
     def stepped(self) -> None:
         """A step has used the gradients: they can still be looked at, the next one to arrive starts afresh."""
         self._stepped = True
+
+    def _hook(self, bucket: Bucket) -> None:
+        for member in bucket.members:
+            after = _calling(weakref.ref(self), Backward._receive, bucket, member)
+            handles = [member.param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+            if isinstance(bucket.gradients, ViewedGradients):
+                before = _calling(weakref.ref(self), Backward._prepare, bucket, member)
+                handles.append(member.param.register_hook(before))  # type: ignore[no-untyped-call]
+            for handle in handles:
+                weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
 
     def _prepare(self, bucket: Bucket, member: Member) -> None:
         if member.param.data_ptr() == member.address:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -11,11 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from stepstack_sharded_states._backward import Backward
-from stepstack_sharded_states._bucket import Member, Storage, build
+from stepstack_sharded_states._bucket import Member
+from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._gather import Gather
-from stepstack_sharded_states._gradients import Gradients, Pool, ShardedGradients, ViewedGradients
-from stepstack_sharded_states._layout import Entry, choose, plan
-from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._params import Group, read_groups, refuse
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 
@@ -100,18 +98,22 @@ class ShardedOptimizer(Optimizer):
         groups = read_groups(params)
         device_type = mesh.device_type if mesh is not None else _first(groups).device.type
         refuse(groups, device_type)
-        self._meshes = {mesh: Ranks(mesh, device_type)}
-        self._default_mesh, self._device_type = mesh, device_type
-        self._grad_divisor = grad_divisor or self._meshes[mesh].size
-        self._grad_dtype, self._inner_dtype, self._capacity = grad_dtype, inner_dtype, bucket_cap_mb * 2**20
-        self._state_device = None if state_device is None else torch.device(state_device)
-        self._offload_ratio = offload_ratio
-        self._shard_gradients, self._capturable = shard_gradients, capturable
-        self._pools: dict[tuple[torch.device, torch.dtype], Pool] = {}
+        self._distribution = Distribution(
+            mesh,
+            device_type,
+            grad_divisor=grad_divisor,
+            grad_dtype=grad_dtype,
+            inner_dtype=inner_dtype,
+            state_device=None if state_device is None else torch.device(state_device),
+            offload_ratio=offload_ratio,
+            shard_gradients=shard_gradients,
+            capturable=capturable,
+            bucket_capacity=bucket_cap_mb * 2**20,
+        )
         self._gather = Gather()
         self._backward = Backward(find_unused=find_unused_parameters)
+        self._backward.follow(self._distribution.buckets_of(groups))
         self._groups: list[Group] = []
-        self._distribute(groups)
         self._inner = optimizer_class([_inner_group(group) for group in groups], **optimizer_kwargs)
         super().__init__([_outer_group(group) for group in groups], self._inner.defaults)
         self._groups = groups
@@ -196,8 +198,10 @@ class ShardedOptimizer(Optimizer):
             return
         self._gather.finish()
         groups = read_groups([param_group], first_group=len(self._groups))
-        refuse(groups, self._device_type, taken=[param for group in self._groups for _, param in group.params])
-        self._distribute(groups)
+        refuse(
+            groups, self._distribution.device_type, taken=[param for group in self._groups for _, param in group.params]
+        )
+        self._backward.follow(self._distribution.buckets_of(groups))
         added = [param for _, param in groups[0].params]
         for group in self._groups:
             group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
@@ -225,48 +229,6 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
-
-    @torch.no_grad()
-    def _distribute(self, groups: list[Group]) -> None:
-        """Move the parameters into buckets, follow their gradients, and note in each group its members."""
-        reductions = [self._reduction(group) for group in groups]
-        params = [(number, name, param) for number, group in enumerate(groups) for name, param in group.params]
-        entries = [
-            Entry(
-                param.numel(),
-                number,
-                kind=(*reductions[number], param.device, param.dtype),
-                shards=reductions[number][0].shards,
-                itemsize=(self._grad_dtype or param.dtype).itemsize,
-            )
-            for number, _, param in params
-        ]
-        members: dict[int, Member] = {}
-        layouts = plan(entries, self._capacity)
-        offloaded = choose(layouts, self._offload_ratio if self._state_device else 0.0)
-        for layout in layouts:
-            ranks, grad_divisor = reductions[entries[layout.members[0]].group]
-            named = [params[index][1:] for index in layout.members]
-            away = self._state_device if layout in offloaded else None
-            bucket = build(layout, named, ranks, grad_divisor, self._storage(named[0][1], away))
-            self._backward.follow(bucket)
-            members |= zip(layout.members, bucket.members, strict=True)
-        for index, (number, _, _) in enumerate(params):
-            groups[number].members.append(members[index])
-
-    def _storage(self, like: Tensor, inner_device: torch.device | None) -> Storage:
-        hold: Callable[..., Gradients] = ViewedGradients if self._capturable else Gradients
-        if self._shard_gradients:
-            pool = self._pools.setdefault((like.device, self._grad_dtype or like.dtype), Pool())
-            hold = partial(ShardedGradients, pool=pool)
-        return Storage(hold, self._grad_dtype, self._inner_dtype, inner_device)
-
-    def _reduction(self, group: Group) -> tuple[Ranks, float]:
-        """Over which ranks a group's gradients are summed, and what the sum is divided by."""
-        mesh = group.mesh or self._default_mesh
-        if mesh not in self._meshes:
-            self._meshes[mesh] = Ranks(mesh, self._device_type)
-        return self._meshes[mesh], group.grad_divisor or self._grad_divisor
 
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
@@ -301,7 +263,7 @@ class ShardedOptimizer(Optimizer):
         flags += [None if found_inf is None else found_inf.reshape(()) != 0]  # NaN too, which a maximum may lose
         here = [flag.to(device, non_blocking=True) for flag in flags if flag is not None]
         flag = torch.stack(here).any().float() if here else torch.zeros((), device=device)
-        for ranks in self._meshes.values():
+        for ranks in self._distribution.ranks:
             ranks.all_reduce_max(flag)
         if found_inf is not None:
             found_inf.copy_(flag.expand_as(found_inf))
