@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # DTensor and optimizers load it, for a second: once here, not in each forked rank
 import torch.distributed as dist
 
 
