@@ -215,7 +215,7 @@ def launch(ranks):
 def read_options():
     """The command line; what it leaves open is as in the checkpoint, if one is resumed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model")

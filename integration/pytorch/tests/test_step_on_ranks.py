@@ -1,0 +1,108 @@
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from stepstack import OptimizerStep
+from stepstack_clip import clip_coefficient
+from stepstack_fused_adam import FusedAdamW
+from stepstack_grad_scaler import GradScaler
+from stepstack_gradnorm import total_norm
+from stepstack_sharded_states import ShardedOptimizer
+from stepstack_testing import HostSyncs, on_ranks
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((30, 5), (70,), ())]
+
+
+def sharded(params):
+    return ShardedOptimizer(params, FusedAdamW, lr=0.1)
+
+
+def backward(params, scaler, rank, number, bad_rank=None):
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    loss = sum((param * torch.randn(param.shape, generator=generator)).sum() for param in params)
+    if rank == bad_rank:
+        loss = loss + params[0][0, 0] * math.nan
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def test_the_step_composed_by_hand_is_the_same_bit_for_bit():
+    def run(rank):
+        params, by_hand = parameters(), parameters()
+        composed_scaler, scaler = GradScaler("cpu"), GradScaler("cpu")
+        optimizer = sharded(by_hand)
+        step = OptimizerStep(sharded(params), max_norm=1.0, scaler=composed_scaler)
+        for number in range(4):
+            bad_rank = 1 if number == 2 else None
+            backward(params, composed_scaler, rank, number, bad_rank)
+            result = step()
+
+            backward(by_hand, scaler, rank, number, bad_rank)
+            norm = total_norm(optimizer.grad_shards()) / scaler.scale_tensor
+            optimizer.grad_scale = scaler.scale_tensor / clip_coefficient(norm, max_norm=1.0)
+            optimizer.found_inf = found_inf = (~norm.isfinite()).float()
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+            scaler.update(found_inf=found_inf)
+            optimizer.zero_grad()
+
+            assert torch.equal(result.grad_norm, norm) or number == 2
+            assert torch.equal(result.skipped, found_inf)
+            assert torch.equal(composed_scaler.scale_tensor, scaler.scale_tensor)
+            assert all(map(torch.equal, params, by_hand))
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=["2 ranks", "4 ranks", "2 pairs"])
+def test_all_ranks_see_one_norm_and_skip_together(shape):
+    def run(rank):
+        params = parameters()[2:]  # a single number: most ranks own nothing
+        optimizer = ShardedOptimizer(params, FusedAdamW, mesh=init_device_mesh("cpu", shape))
+        step = OptimizerStep(optimizer, lr_scheduler=lambda applied_steps: 0.5**applied_steps)
+        results = []
+        for number, bad in enumerate((False, True, False)):
+            params[0].square().mul(math.inf if bad and rank == 0 else rank + number + 1).backward()
+            result = step()
+            results.append(torch.stack([*result, step.applied_steps, params[0].detach()]))
+        return torch.stack(results)
+
+    first, *others = on_ranks(torch.Size(shape).numel(), run)
+    assert all(torch.equal(other.nan_to_num(), first.nan_to_num()) for other in others)
+    norm, _, skipped, applied_steps, weight = first.T
+    assert skipped.tolist() == [0, 1, 0]
+    assert applied_steps.tolist() == [1, 1, 2]
+    assert norm.isfinite().tolist() == [True, False, True]
+    assert weight[1] == weight[0] != weight[2]
+
+
+def test_parameters_that_fsdp_shards_are_stepped_as_one_process_steps_them():
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 3))
+
+    def run(rank):
+        whole, cut = model(), model()
+        fully_shard(cut, mesh=init_device_mesh("cpu", (2,)))
+        reference = torch.optim.AdamW(whole.parameters(), lr=0.1)
+        step = OptimizerStep(FusedAdamW(cut.parameters(), lr=0.1), max_norm=0.1)
+        for number in range(5):
+            batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+            whole(batch).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            reference.step()
+            reference.zero_grad()
+            cut(batch.chunk(2)[rank]).square().mean().backward()
+            with HostSyncs() as syncs:
+                result = step()
+            assert syncs == []
+            torch.testing.assert_close(result.grad_norm, norm)
+        for mine, expected in zip(cut.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+    on_ranks(2, run)
