@@ -25,10 +25,10 @@ def blocks(numel: int) -> int:
 
 
 def encode_first(m: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] to (int8 [n], fp32 [blocks(n)])."""
+    """[n] to fp32 ([n] exact in int8, [blocks(n)])."""
     share, scale = _shares(m.float())
     codes = (share.abs().sqrt() * _LARGEST_SIGNED).round() * share.sign()
-    return _flat(codes, m).to(torch.int8), scale
+    return _flat(codes, m), scale
 
 
 def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
@@ -38,13 +38,13 @@ def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_second(v: Tensor) -> tuple[Tensor, Tensor]:
-    """[n], none negative, to (uint8 [n], fp32 [blocks(n)])."""
+    """[n], none negative, to fp32 ([n] exact in uint8, [blocks(n)])."""
     v = v.float()
     share, scale = _shares(v)
     exact = _flat(share.sqrt().sqrt() * _LARGEST, v)
     nearest = exact.round()
     codes = torch.where((exact - nearest).abs() < _NEAR, nearest, (exact + _dither(v)).floor())
-    return torch.where(v > 0, codes.clamp(1, _LARGEST), 0).to(torch.uint8), scale
+    return torch.where(v > 0, codes.clamp(1, _LARGEST), 0), scale
 
 
 def decode_second(codes: Tensor, scale: Tensor) -> Tensor:

@@ -38,17 +38,15 @@ def check_states(run: Run, name: str) -> None:
         stored.exp_avg.dtype in FLOATS or stored.exp_avg_scale is not None,
         stored.exp_avg_sq.dtype in FLOATS or stored.exp_avg_sq_scale is not None,
         stored.max_exp_avg_sq is None or stored.max_exp_avg_sq.dtype in FLOATS,
-        stored.master is None
-        or (stored.master.dtype == torch.float32 and stored.param.dtype.itemsize == 2)
-        or (stored.master.dtype == torch.int16 and stored.param.dtype == torch.bfloat16),
+        stored.master is None or (stored.master.dtype == torch.float32 and stored.param.dtype.itemsize == 2),
     )
     if not all(plain):
-        dtypes = [tensor.dtype for tensor in stored[1:5] if tensor is not None]
+        dtypes = [tensor.dtype for tensor in stored[1:] if tensor is not None]
         raise ValueError(
             f"the states of {name}, {stored.param.dtype}, have dtypes {dtypes}; moments "
             "are fp32, bf16, fp16 or fp64, a master weight is fp32 and belongs to a parameter of 16 bits"
         )
-    for kind, tensor in zip(stored._fields[1:5], stored[1:5], strict=True):
+    for kind, tensor in zip(stored._fields[1:7], stored[1:7], strict=True):
         if tensor is None:
             continue
         if tensor.shape != expected.shape or tensor.device != stored.param.device:

@@ -25,7 +25,7 @@ def saved(param: Tensor, state: State) -> State:
         "exp_avg": first_moment(memory),
         "exp_avg_sq": second_moment(memory),
         "max_exp_avg_sq": memory.max_exp_avg_sq,
-        "master_param": None if memory.master is None else weight(memory),
+        "master_param": weight(memory) if _has_master(memory) else None,
     }
     copied = copied_out({key: value for key, value in state.items() if key not in NAMES})
     copied |= {key: as_held(key, value.clone(), param) for key, value in numbers.items() if value is not None}
@@ -38,13 +38,10 @@ def copy_in(param: Tensor, state: State, saved_state: Mapping[str, Any], name: s
     With a remainder, the parameter is written too: it is one half of the master weight.
     """
     memory = _flat(param, state)
-    halves = memory.master is not None and memory.master.dtype == torch.int16
-    theta = weight(memory._replace(master=None))
-    if memory.master is not None and "master_param" in saved_state:
-        theta = _saved("master_param", param, saved_state, name)
+    from_saved = _has_master(memory) and "master_param" in saved_state
     new = narrowed(
         memory,
-        theta.to(arithmetic(theta.dtype)),
+        _saved("master_param", param, saved_state, name) if from_saved else memory.param.to(arithmetic(param.dtype)),
         _saved("exp_avg", param, saved_state, name),
         _saved("exp_avg_sq", param, saved_state, name),
         None if memory.max_exp_avg_sq is None else _saved("max_exp_avg_sq", param, saved_state, name),
@@ -52,7 +49,7 @@ def copy_in(param: Tensor, state: State, saved_state: Mapping[str, Any], name: s
     for old, value in zip(memory[1:], new[1:], strict=True):
         if old is not None and value is not None:
             old.copy_(value)
-    if halves:
+    if memory.remainder_high is not None:
         here = local(param.detach())
         here.copy_(new.param.as_strided(here.shape, dense_like(here).stride()))
     for key in saved_state.keys() - {*NAMES, "step"}:
@@ -82,6 +79,10 @@ def taken_over(live: Any, saved_value: Any) -> Any:
     if isinstance(live, float) and isinstance(saved_value, Tensor):
         return float(saved_value)
     return deepcopy(saved_value)
+
+
+def _has_master(memory: Stored) -> bool:
+    return memory.master is not None or memory.remainder_high is not None
 
 
 def _flat(param: Tensor, state: State) -> Stored:

@@ -11,8 +11,8 @@ from stepstack_fused_adam import _block8, _remainder
 class Stored(NamedTuple):
     """What lies in memory for some parameters: tensors of one shape, but for the scales.
 
-    The master is the fp32 weight of which the parameter is the rounded copy, or (int16) the `_remainder` of the
-    parameter. Moments with a scale are in the codes of `_block8`.
+    The master is the fp32 weight of which the parameter is the rounded copy; with a remainder, that weight is the two
+    joined (`_remainder`). Moments with a scale are in codes (`_block8`).
     """
 
     param: Tensor
@@ -20,6 +20,8 @@ class Stored(NamedTuple):
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
     master: Tensor | None = None
+    remainder_high: Tensor | None = None
+    remainder_low: Tensor | None = None
     exp_avg_scale: Tensor | None = None
     exp_avg_sq_scale: Tensor | None = None
 
@@ -82,14 +84,15 @@ def update_(stored: Stored, grad: Tensor, t: Tensor, by: Scalars, decoupled: boo
     skip = by.skip != 0
     for old, new in zip(stored, narrowed(stored, theta, m, v, v_max), strict=True):
         if old is not None and new is not None:
-            old.copy_(torch.where(skip, old, new))
+            # Chosen before it is rounded: rounding the old number again gives it back, and one dtype is vectorised.
+            old.copy_(torch.where(skip, old.to(new.dtype), new))
 
 
 def weight(stored: Stored) -> Tensor:
-    """What the arithmetic moves: the master where there is one, else the parameter."""
-    if stored.master is None:
-        return stored.param
-    return stored.master if stored.master.dtype != torch.int16 else _remainder.join(stored.param, stored.master)
+    """What the arithmetic moves: the master weight where there is one, else the parameter."""
+    if stored.remainder_high is not None and stored.remainder_low is not None:
+        return _remainder.join(stored.param, stored.remainder_high, stored.remainder_low)
+    return stored.param if stored.master is None else stored.master
 
 
 def first_moment(stored: Stored) -> Tensor:
@@ -107,18 +110,11 @@ def second_moment(stored: Stored) -> Tensor:
 
 
 def narrowed(stored: Stored, theta: Tensor, m: Tensor, v: Tensor, v_max: Tensor | None) -> Stored:
-    """The numbers in the forms that are stored."""
-    param, master = theta.to(stored.param.dtype), None if stored.master is None else theta
-    if stored.master is not None and stored.master.dtype == torch.int16:
-        param, master = _remainder.split(theta)
-    exp_avg, exp_avg_scale = m.to(stored.exp_avg.dtype), None
-    if stored.exp_avg_scale is not None:
-        exp_avg, exp_avg_scale = _block8.encode_first(m)
-    exp_avg_sq, exp_avg_sq_scale = v.to(stored.exp_avg_sq.dtype), None
-    if stored.exp_avg_sq_scale is not None:
-        exp_avg_sq, exp_avg_sq_scale = _block8.encode_second(v)
-    maximum = None if v_max is None or stored.max_exp_avg_sq is None else v_max.to(stored.max_exp_avg_sq.dtype)
-    return Stored(param, exp_avg, exp_avg_sq, maximum, master, exp_avg_scale, exp_avg_sq_scale)
+    """The numbers that `stored` is to have, not yet rounded to its dtypes."""
+    param, high, low = (theta, None, None) if stored.remainder_high is None else _remainder.split(theta)
+    exp_avg, exp_avg_scale = (m, None) if stored.exp_avg_scale is None else _block8.encode_first(m)
+    exp_avg_sq, exp_avg_sq_scale = (v, None) if stored.exp_avg_sq_scale is None else _block8.encode_second(v)
+    return Stored(param, exp_avg, exp_avg_sq, v_max, theta, high, low, exp_avg_scale, exp_avg_sq_scale)
 
 
 def _correction(alpha: Tensor, t: Tensor) -> Tensor:

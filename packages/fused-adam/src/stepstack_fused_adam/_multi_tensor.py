@@ -56,7 +56,7 @@ def refuses(backend: str, run: Run, grad_dtype: torch.dtype) -> str | None:
         return "amsgrad"
     if stored.param.dtype not in _PARAMS:
         return f"parameters of {stored.param.dtype}"
-    if stored.master is not None and stored.master.dtype != torch.float32:
+    if stored.remainder_high is not None:
         return "master weights as remainders"
     if grad_dtype != stored.param.dtype:
         return f"gradients of {grad_dtype} for parameters of {stored.param.dtype}"

@@ -74,7 +74,7 @@ class Plan:
                 self._neighbours += pairwise(indices[place] for place in stretch)
             for stretch in stretches([(*members[index].stored, grads[index]) for index in indices]):
                 found.append(_together([indices[place] for place in stretch], members, grads))
-        return found
+        return sorted(found, key=lambda sourced: sourced.index)  # addresses differ from run to run
 
     def _between(self, grads: Sequence[Tensor]) -> list[int]:
         return [grads[later].data_ptr() - grads[earlier].data_ptr() for earlier, later in self._neighbours]

@@ -15,7 +15,8 @@ from stepstack_fused_adam._run import arithmetic, dense_like, is_dense, local, s
 State = dict[str, Any]
 
 BLOCK8 = "block8"
-NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "exp_avg_scale", "exp_avg_sq_scale")
+# Of the tensors of a state, in the order of `Stored`. `master_param` is what others call a master weight.
+NAMES = tuple("master_param" if name == "master" else name for name in Stored._fields[1:])
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Precision:
         if amsgrad:
             dtypes["max_exp_avg_sq"] = _dtype(self.exp_avg_sq, wide, wide)
         if self.master_weights == "remainder" and param.dtype == torch.bfloat16:
-            dtypes["master_param"] = torch.int16
+            dtypes |= {"remainder_high": torch.int8, "remainder_low": torch.uint8}
         elif self.master_weights and param.dtype.itemsize == 2:
             dtypes["master_param"] = torch.float32
         for name, form in (("exp_avg_scale", self.exp_avg), ("exp_avg_sq_scale", self.exp_avg_sq)):
@@ -77,11 +78,10 @@ def create(params: Sequence[Tensor], precision: Precision, amsgrad: bool) -> lis
 def refresh(param: Tensor, state: State) -> None:
     """The master weight becomes what the parameter is."""
     if "master_param" in state:
-        master = local(state["master_param"])
-        if master.dtype == torch.int16:
-            master.zero_()
-        else:
-            master.copy_(local(param.detach()))
+        local(state["master_param"]).copy_(local(param.detach()))
+    for name in ("remainder_high", "remainder_low"):
+        if name in state:
+            local(state[name]).zero_()
 
 
 def stored(param: Tensor, state: State) -> Stored:

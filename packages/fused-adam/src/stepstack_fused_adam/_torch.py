@@ -20,7 +20,7 @@ _Batch = list[tuple[Run, Tensor]]
 
 def takes(run: Run, grad_dtype: torch.dtype) -> bool:
     """Whether torch's kernel does this run as it is, in one pass over memory."""
-    return run.stored.master is None and {*run.dtypes, grad_dtype} - {None} == {run.stored.param.dtype}
+    return {*run.dtypes, grad_dtype} - {None} == {run.stored.param.dtype}
 
 
 def step_(runs: Sequence[Run], grads: Sequence[Tensor], by: Hyperparameters) -> None:
