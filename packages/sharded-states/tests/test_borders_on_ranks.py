@@ -127,6 +127,12 @@ def test_something_else_than_an_optimizer_class():
         ShardedOptimizer([param()], SGD([param()]))
 
 
+@pytest.mark.parametrize("whole", [torch.optim.LBFGS, torch.optim.Adafactor])
+def test_an_optimizer_that_needs_whole_parameters(whole):
+    with pytest.raises(TypeError, match=f"{whole.__name__} is not elementwise"):
+        ShardedOptimizer([param()], whole)
+
+
 def test_a_capacity_of_nothing():
     with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got 0"):
         ShardedOptimizer([param()], SGD, bucket_cap_mb=0)

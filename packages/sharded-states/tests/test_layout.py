@@ -13,7 +13,7 @@ shards_of = st.integers(1, 7)
 
 
 def entries_of(numels, shards):
-    return [Entry(numel, group, kind, shards, itemsize=4) for numel, group, kind in numels]
+    return [Entry(numel, group, None, kind, shards, itemsize=4) for numel, group, kind in numels]
 
 
 @given(numels, shards_of, st.integers(1, 20_000))
@@ -49,7 +49,7 @@ def test_slices_are_as_even_as_blocks_allow(numels, shards, capacity):
 
 
 def test_two_groups_arrive_side_by_side():
-    layers = [Entry(100, 0, "fp32", 1, 4)] * 4 + [Entry(10, 1, "fp32", 1, 4)] * 4
+    layers = [Entry(100, 0, None, "fp32", 1, 4)] * 4 + [Entry(10, 1, None, "fp32", 1, 4)] * 4
     assert arrival_order(layers) == [7, 3, 6, 2, 5, 1, 4, 0]
 
 
@@ -65,5 +65,5 @@ def test_a_tensor_with_gaps_or_overlaps_becomes_contiguous():
 
 
 def test_buckets_are_even():
-    layouts = plan([Entry(1000, 0, "fp32", 2, 4)] * 10, capacity=3 * 4096)
+    layouts = plan([Entry(1000, 0, None, "fp32", 2, 4)] * 10, capacity=3 * 4096)
     assert [len(layout.members) for layout in layouts] == [3, 2, 3, 2]

@@ -227,3 +227,128 @@ def test_a_parameter_that_nobody_would_wait_for_is_refused():
     optimizer = ShardedOptimizer([*model.named_parameters(), ("extra", extra)], torch.optim.SGD)
     with pytest.raises(ValueError, match="'extra' is in no part of the module"):
         optimizer.overlap_gather(model)
+
+
+def test_an_unused_parameter_is_decayed_only_with_zero_fill_unused():
+    def check(rank, fill):
+        p, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(70))
+        optimizer = ShardedOptimizer(
+            [p, unused], torch.optim.AdamW, lr=0.5, weight_decay=1.0, fused=True, zero_fill_unused=fill
+        )
+        p.sum().backward()
+        optimizer.step()
+        return unused.min().item(), unused.max().item()
+
+    assert on_ranks(2, check, True) == [(0.5, 0.5)] * 2
+    assert on_ranks(2, check, False) == [(1.0, 1.0)] * 2
+
+
+def test_find_unused_parameters_steps_with_an_optimizer_that_knows_flags_too():
+    def check(rank):
+        p, q = nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(70))
+        optimizer = ShardedOptimizer([p, q], torch.optim.AdamW, lr=0.5, fused=True, find_unused_parameters=True)
+        (q if rank else p).sum().backward()
+        optimizer.step()
+        return [x.max().item() < 1 for x in (p, q)]
+
+    assert on_ranks(2, check) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2x2 ranks"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"grad_divisor": 8}, {"grad_predivisor": 16}, {"grad_divisor": 8, "grad_predivisor": 8}],
+    ids=["mean", "divided after", "partly before", "divided before"],
+)
+def test_averages_are_right_in_every_precision(options, dtype, shape):
+    world = torch.Size(shape).numel()
+    torch.manual_seed(0)
+    gradients = torch.randn(world, 200).to(dtype)
+
+    def check(rank):
+        p = nn.Parameter(torch.zeros(200, dtype=dtype))
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, mesh=init_device_mesh("cpu", shape), **options)
+        (p * gradients[rank]).sum().backward()
+        return optimizer.grad_shards()[0].to_local().clone()
+
+    results = on_ranks(world, check)
+    seen = torch.cat(results[: shape[-1]])[:200].double()
+    expected = gradients.double().sum(0) / options.get("grad_divisor", world)
+    torch.testing.assert_close(seen, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_dividing_before_the_sum_keeps_fp16_finite():
+    def check(rank, predivisor):
+        p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, grad_divisor=2, grad_predivisor=predivisor)
+        (p * 60000).sum().backward()
+        return torch.cat([shard.to_local() for shard in optimizer.grad_shards()])[:3].tolist()
+
+    assert on_ranks(2, check, 2.0)[0] == [60000.0] * 3
+    assert on_ranks(2, check, 1.0)[0] == [float("inf")] * 3
+
+
+def test_gradients_come_apart_by_the_owner_of_their_norm_and_lie_together():
+    params = [(f"{'norm' if i % 2 else 'weight'}{i}", nn.Parameter(torch.ones(64))) for i in range(6)]
+    owner = lambda name, param: name[:4]  # noqa: E731
+    optimizer = ShardedOptimizer(params, torch.optim.SGD, norm_owner=owner)
+    sum(p.sum() for _, p in params).backward()
+    shards = optimizer.grad_shards_by_owner()
+    assert {name: len(grads) for name, grads in shards.items()} == {"weig": 3, "norm": 3}
+    for grads in shards.values():
+        offsets = [grad.storage_offset() for grad in grads]
+        assert offsets == list(range(offsets[0], offsets[0] + 192, 64))
+
+
+@pytest.mark.parametrize("retained", [True, False], ids=["retain_graph", "create_graph"])
+def test_a_graph_may_be_used_twice(retained):
+    def check(rank):
+        p = nn.Parameter(torch.full((3,), 2.0))
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=1.0)
+        loss = p.pow(3).sum()
+        if retained:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        else:
+            (gradient,) = torch.autograd.grad(loss, p, create_graph=True)
+            (gradient.sum() * 2).backward()
+        return torch.cat([shard.to_local() for shard in optimizer.grad_shards()])[:3].tolist()
+
+    assert on_ranks(2, check)[0] == [24.0] * 3
+
+
+def test_most_of_the_bytes_are_launched_before_backward_is_nearly_done():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(64), nn.Linear(64, 64)]) for _ in range(24))
+    weights = [p for p in layers.parameters() if p.ndim > 1]
+    rest = [p for p in layers.parameters() if p.ndim <= 1]
+    optimizer = ShardedOptimizer([{"params": weights}, {"params": rest}], torch.optim.SGD, bucket_cap_mb=0.06)
+    launched_at, arrivals = {}, []
+
+    def note(_):
+        arrivals.append(1)
+        for bucket in optimizer._backward.buckets:
+            if bucket.gradients.under_way:
+                launched_at.setdefault(bucket, len(arrivals))
+
+    for p in layers.parameters():
+        p.register_post_accumulate_grad_hook(note)
+    x = torch.ones(64)
+    for norm, linear in layers:
+        x = linear(norm(x))
+    x.sum().backward()
+    early = sum(b.params.numel() for b, at in launched_at.items() if at <= 0.9 * len(arrivals))
+    assert early / sum(b.params.numel() for b in optimizer._backward.buckets) > 0.8
+
+
+def test_states_are_found_by_what_is_in_the_groups():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([("weight", p)], torch.optim.AdamW)
+    p.sum().backward()
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    states = dict(zip(group["param_names"], (optimizer.state[shard] for shard in group["params"]), strict=True))
+    assert torch.equal(states["weight"]["exp_avg"][:3], torch.full((3,), 0.1))
+    states["weight"]["exp_avg"].zero_()
+    assert not optimizer.state_dict()["state"][0]["exp_avg"].any()

@@ -489,20 +489,21 @@ BYTES = {  # of bf16 parameters: on the device, for each parameter
 }
 
 
+def storages():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
 @pytest.mark.parametrize(("options", "expected"), BYTES.values(), ids=BYTES)
 def test_bytes_are_those_of_the_formula(options, expected):
     def check(rank):
+        before = storages()
         params = [nn.Parameter(torch.ones(2**15, dtype=torch.bfloat16)) for _ in range(8)]
         optimizer = INNER["fused"](params, bucket_cap_mb=2**15 * 2 / 2**20, **options)
         sum(p.sum() for p in params).backward()
         optimizer.step()
-        gc.collect()
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in gc.get_objects()
-            if type(t) in (torch.Tensor, nn.Parameter)
-        }
-        return sum(storages.values()) / (8 * 2**15)
+        return sum(size for place, size in storages().items() if place not in before) / (8 * 2**15)
 
     for seen in on_ranks(2, check):
         assert seen == pytest.approx(expected(2), rel=0.01)

@@ -18,9 +18,9 @@ class Backward:
     backward launches those that are left, and waits.
     """
 
-    def __init__(self, *, find_unused: bool) -> None:
+    def __init__(self, *, find_unused: bool, zero_fill_unused: bool) -> None:
         self.buckets: list[Bucket] = []
-        self._find_unused = find_unused
+        self._find_unused, self._zero_fill_unused = find_unused, zero_fill_unused
         self.synchronising = True
         self._launched = 0
         self._running = False
@@ -101,13 +101,20 @@ class Backward:
             bucket = self.buckets[self._launched]
             if len(bucket.arrived) < len(bucket.members):
                 return
-            bucket.launch()
-            self._launched += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._launched]
+        if self._zero_fill_unused:
+            for member in bucket.members:
+                member.used = True
+        bucket.launch()
+        self._launched += 1
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        for bucket in self.buckets[self._launched :]:
-            bucket.launch()
+        while self._launched < len(self.buckets):
+            self._launch_next()
         under_way = [bucket.gradients for bucket in self.buckets if bucket.gradients.under_way]
         for work in [gradients.across_replicas() for gradients in under_way]:
             work.wait()
@@ -124,6 +131,7 @@ class Backward:
         of_mesh: dict[Ranks, list[Member]] = {}
         for bucket in self.buckets:
             of_mesh.setdefault(bucket.ranks, []).extend(bucket.members)
+            bucket.gradients.differ = None  # they may
         for ranks, members in of_mesh.items():
             device = members[0].param.device
             used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)

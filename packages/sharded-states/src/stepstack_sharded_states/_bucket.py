@@ -1,13 +1,13 @@
 """A flat buffer of parameters, a flat buffer of their gradients, and who owns which slice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from stepstack_sharded_states._gradients import Gradients
+from stepstack_sharded_states._gradients import Gradients, Reduction
 from stepstack_sharded_states._layout import BucketLayout, dense_stride
 from stepstack_sharded_states._mesh import Pending, Ranks
 
@@ -32,6 +32,8 @@ class Member:
     shard: Tensor
     shard_grad: Tensor
     missing_grad: Tensor
+    owner: Hashable = None
+    """Of its norm."""
     used: bool = False
     """Has a gradient in this step."""
     unreduced: bool = False
@@ -121,13 +123,13 @@ class Storage:
 
 
 def build(
-    layout: BucketLayout, params: Sequence[tuple[str, Parameter]], ranks: Ranks, grad_divisor: float, storage: Storage
+    layout: BucketLayout, params: Sequence[tuple[str, Parameter]], reduction: Reduction, storage: Storage
 ) -> Bucket:
     """Move parameters into a new bucket: each becomes a view of it, with the strides it had.
 
     All ranks call this; they start with the values of the mesh's first rank.
     """
-    like = params[0][1]
+    ranks, like = reduction.ranks, params[0][1]
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
     padding = torch.ones_like(flat, dtype=torch.bool)
     for start, (_, param) in zip(layout.starts, params, strict=True):
@@ -139,7 +141,7 @@ def build(
     mine = slice(ranks.shard * layout.slice_numel, (ranks.shard + 1) * layout.slice_numel)
     param_slice = flat[mine]
     gradients = storage.hold_gradients(
-        ranks, grad_divisor, flat, storage.grad_dtype or flat.dtype, mine, padding[mine].nonzero().squeeze(1)
+        reduction, flat, storage.grad_dtype or flat.dtype, mine, padding[mine].nonzero().squeeze(1)
     )
     bucket = Bucket(
         ranks,

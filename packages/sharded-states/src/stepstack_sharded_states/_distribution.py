@@ -1,15 +1,16 @@
 """How parameters are spread: over which ranks, in which buckets, and how those hold what they hold."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
 from stepstack_sharded_states._bucket import Bucket, Member, Storage, build
-from stepstack_sharded_states._gradients import Gradients, Pool, ShardedGradients, ViewedGradients
+from stepstack_sharded_states._gradients import Gradients, Pool, Reduction, ShardedGradients, ViewedGradients
 from stepstack_sharded_states._layout import Entry, choose, plan
 from stepstack_sharded_states._mesh import Ranks
 from stepstack_sharded_states._params import Group
@@ -23,6 +24,7 @@ class Distribution:
     device_type: str
     _: KW_ONLY
     grad_divisor: float | None
+    grad_predivisor: float
     grad_dtype: torch.dtype | None
     inner_dtype: torch.dtype | None
     state_device: torch.device | None
@@ -30,6 +32,7 @@ class Distribution:
     shard_gradients: bool
     capturable: bool
     bucket_capacity: float
+    norm_owner: Callable[[str, Parameter], Hashable] | None
     pools: dict[tuple[torch.device, torch.dtype], Pool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,31 +52,36 @@ class Distribution:
             Entry(
                 param.numel(),
                 number,
-                kind=(*reductions[number], param.device, param.dtype),
-                shards=reductions[number][0].shards,
+                self._ownership(name, param),
+                kind=(reductions[number], param.device, param.dtype),
+                shards=reductions[number].ranks.shards,
                 itemsize=self._grad_dtype(param).itemsize,
             )
-            for number, _, param in params
+            for number, name, param in params
         ]
         layouts = plan(entries, self.bucket_capacity)
         offloaded = choose(layouts, self.offload_ratio if self.state_device else 0.0)
         buckets, members = [], dict[int, Member]()
         for layout in layouts:
-            ranks, grad_divisor = reductions[entries[layout.members[0]].group]
+            reduction = reductions[entries[layout.members[0]].group]
             named = [params[index][1:] for index in layout.members]
-            bucket = build(layout, named, ranks, grad_divisor, self._storage(named[0][1], layout in offloaded))
+            bucket = build(layout, named, reduction, self._storage(named[0][1], layout in offloaded))
             buckets.append(bucket)
             members |= zip(layout.members, bucket.members, strict=True)
         for index, (number, _, _) in enumerate(params):
+            members[index].owner = entries[index].owner
             groups[number].members.append(members[index])
         return buckets
 
-    def _reduction(self, group: Group) -> tuple[Ranks, float]:
-        """Over which ranks a group's gradients are summed, and what the sum is divided by."""
+    def _reduction(self, group: Group) -> Reduction:
         mesh = group.mesh or self.mesh
         if mesh not in self._ranks:
             self._ranks[mesh] = Ranks(mesh, self.device_type)
-        return self._ranks[mesh], group.grad_divisor or self.grad_divisor or self._ranks[self.mesh].size
+        divisor = group.grad_divisor or self.grad_divisor or self._ranks[self.mesh].size
+        return Reduction(self._ranks[mesh], divisor, self.grad_predivisor)
+
+    def _ownership(self, name: str, param: Parameter) -> Hashable:
+        return None if self.norm_owner is None else self.norm_owner(name, param)
 
     def _storage(self, like: Tensor, offloaded: bool) -> Storage:
         hold: Callable[..., Gradients] = ViewedGradients if self.capturable else Gradients

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,16 @@ from stepstack_sharded_states._mesh import Pending, Ranks
 
 if TYPE_CHECKING:
     from stepstack_sharded_states._bucket import Member
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Over which ranks gradients are summed, and what by they are divided: the sum, and each of them before it."""
+
+    ranks: Ranks
+    divisor: float
+    """In all, the part before the sum included."""
+    predivisor: float
 
 
 class Signature:
@@ -52,15 +63,17 @@ class Gradients:
     reduces_always = False
     """In `no_sync()` too, since there is no place for what is not reduced."""
 
-    def __init__(
-        self, ranks: Ranks, divisor: float, like: Tensor, dtype: torch.dtype, mine: slice, padding: Tensor
-    ) -> None:
-        self._ranks, self._divisor, self._mine = ranks, divisor, mine
-        self._operation = dist.ReduceOp.AVG if divisor == ranks.size else dist.ReduceOp.SUM
+    def __init__(self, reduction: Reduction, like: Tensor, dtype: torch.dtype, mine: slice, padding: Tensor) -> None:
+        self._ranks, self._mine = reduction.ranks, mine
+        averages = reduction.predivisor == 1 and reduction.divisor == reduction.ranks.size
+        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._before, self._after = reduction.predivisor, reduction.divisor / reduction.predivisor
         self._padding = padding  # where this rank's slice holds no parameter (indices)
         self._reduction: Pending | None = None
         self._reduced = False  # the slice holds what earlier backwards of this step have reduced
-        self._carried: Tensor | None = None
+        self.set_aside = False
+        """What earlier backwards have left waits in `_aside` for another reduction."""
+        self._aside: Tensor | None = None
         self._buffer = torch.zeros_like(like, dtype=dtype)
         self.slice = self._buffer[mine]
         self._signature = Signature(self.slice)
@@ -71,11 +84,6 @@ class Gradients:
     def under_way(self) -> bool:
         """Launched, and not yet collected."""
         return self._reduction is not None
-
-    @property
-    def set_aside(self) -> bool:
-        """What earlier backwards have left waits for another reduction."""
-        return self._carried is not None
 
     def is_new(self, member: "Member") -> bool:
         """Whether `.grad` holds something that is not here."""
@@ -115,8 +123,8 @@ class Gradients:
     def collect(self) -> None:
         """The reduction is over: leave in `slice` the sum of all backwards of this step."""
         received = self._buffer[self._mine]
-        if self._operation is dist.ReduceOp.SUM and self._divisor != 1:
-            received.div_(self._divisor)
+        if self._operation is dist.ReduceOp.SUM and self._after != 1:
+            received.div_(self._after)
         if self._ranks.size > 1 and self._ranks.shard == self._ranks.shards - 1:
             self.differ = self._signature.differs(received[-BLOCK:])
         self._take(received)
@@ -136,20 +144,26 @@ class Gradients:
     def _reduce(self, members: Sequence["Member"]) -> None:
         if self._ranks.size > 1:
             self._signature.write(self._buffer[-BLOCK:], members)
+        if self._before != 1:
+            self._buffer.div_(self._before)
         self._reduction = self._ranks.reduce_scatter(self._buffer, self._buffer[self._mine], self._operation)
 
     def _make_room(self) -> None:
-        self._carried, self._reduced = self.slice.clone(), False
+        if self._aside is None:
+            self._aside = torch.empty_like(self.slice)
+        self._aside.copy_(self.slice)
+        self.set_aside, self._reduced = True, False
 
     def _take(self, received: Tensor) -> None:
-        if self._carried is not None:
-            received.add_(self._carried)
-            self._carried = None
+        if self.set_aside:
+            assert self._aside is not None
+            received.add_(self._aside)
+            self.set_aside = False
 
     def _abandon(self) -> None:
         if self._reduction is not None:  # of a backward that never came to its end
             self._reduction.wait()
-        self._reduction, self._reduced, self._carried, self.differ = None, False, None, None
+        self._reduction, self._reduced, self.set_aside, self.differ = None, False, False, None
 
 
 class ViewedGradients(Gradients):
@@ -189,8 +203,7 @@ class ShardedGradients(Gradients):
 
     def __init__(
         self,
-        ranks: Ranks,
-        divisor: float,
+        reduction: Reduction,
         like: Tensor,
         dtype: torch.dtype,
         mine: slice,
@@ -198,7 +211,7 @@ class ShardedGradients(Gradients):
         *,
         pool: "Pool",
     ) -> None:
-        super().__init__(ranks, divisor, like[:0], dtype, mine, padding)
+        super().__init__(reduction, like[:0], dtype, mine, padding)
         self.slice = torch.zeros_like(like[mine], dtype=dtype)
         self._pool, self._numel = pool, like.numel()
         self._whole: Tensor | None = None

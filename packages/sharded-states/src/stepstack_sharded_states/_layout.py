@@ -21,6 +21,8 @@ class Entry:
 
     numel: int
     group: int
+    owner: Hashable
+    """Of its norm: those of one owner lie together."""
     kind: Hashable
     """Those of one kind have the same number of shards."""
     shards: int
@@ -51,8 +53,8 @@ class BucketLayout:
 def plan(entries: Sequence[Entry], capacity: float) -> list[BucketLayout]:
     """Even buckets of about `capacity` bytes, in the order in which backward completes them.
 
-    Entries of one kind share buckets, of several groups too. Inside a bucket they are sorted by group, so that what is
-    stepped alike lies together. A parameter is never cut over two buckets: the slices cut it.
+    Entries of one kind share buckets, of several groups and owners too. Inside a bucket they are sorted by both, so
+    that what is stepped and measured alike lies together. A parameter is never cut over two buckets: the slices cut it.
     """
     total: Counter[Hashable] = Counter()
     for entry in entries:
@@ -132,7 +134,8 @@ def _bytes(entry: Entry) -> int:
 
 
 def _lay_out(members: list[int], entries: Sequence[Entry]) -> BucketLayout:
-    members = sorted(members, key=lambda i: (entries[i].group, i))
+    owners = list(dict.fromkeys(entries[i].owner for i in sorted(members)))
+    members = sorted(members, key=lambda i: (entries[i].group, owners.index(entries[i].owner), i))
     starts, stops, end = [], [], 0
     for index in members:
         starts.append(end)

@@ -1,6 +1,6 @@
 """`ShardedOptimizer`: the optimizer that a training loop holds."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -16,6 +16,10 @@ from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._params import Group, read_groups, refuse
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
+
+_NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
+)
 
 
 class ShardedOptimizer(Optimizer):
@@ -53,6 +57,10 @@ class ShardedOptimizer(Optimizer):
       copied there and parameters back, by buckets; the step waits for the gradients. None: where the parameters are.
     - offload_ratio: the part of the elements, in whole buckets, to which `state_device` applies.
     - grad_divisor: what the sum over ranks is divided by; 1 leaves the sum. None: the number of ranks in `mesh`.
+    - grad_predivisor: a part of that divisor, by which each gradient is divided before the sum, lest it overflow fp16.
+    - zero_fill_unused: a parameter without a gradient is stepped as if it were zero, instead of being skipped.
+    - norm_owner: a function of a parameter's name and the parameter that says to which part of a norm its gradient
+      belongs ("tensor-parallel duplicate", say), for `grad_shards_by_owner()`. Those of one owner lie together.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
 
     Gradients: in backward, each is moved into its bucket, so a model's `.grad` is None afterwards; `grad_shards()`, and
@@ -80,15 +88,27 @@ class ShardedOptimizer(Optimizer):
         state_device: torch.device | str | None = None,
         offload_ratio: float = 1.0,
         grad_divisor: float | None = None,
+        grad_predivisor: float = 1.0,
         shard_gradients: bool = False,
         capturable: bool = False,
         find_unused_parameters: bool = False,
+        zero_fill_unused: bool = False,
+        norm_owner: Callable[[str, nn.Parameter], Hashable] | None = None,
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"{this_rank()}: optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
-        for name, number in (("bucket_cap_mb", bucket_cap_mb), ("grad_divisor", grad_divisor)):
+        if issubclass(optimizer_class, _NOT_ELEMENTWISE):
+            raise TypeError(
+                f"{this_rank()}: {optimizer_class.__name__} is not elementwise: it needs whole parameters, and a rank "
+                "has a slice of them, which may end inside one"
+            )
+        for name, number in (
+            ("bucket_cap_mb", bucket_cap_mb),
+            ("grad_divisor", grad_divisor),
+            ("grad_predivisor", grad_predivisor),
+        ):
             if number is not None and not number > 0:
                 raise ValueError(f"{this_rank()}: {name} must be positive, got {number}")
         if shard_gradients and capturable:
@@ -102,6 +122,7 @@ class ShardedOptimizer(Optimizer):
             mesh,
             device_type,
             grad_divisor=grad_divisor,
+            grad_predivisor=grad_predivisor,
             grad_dtype=grad_dtype,
             inner_dtype=inner_dtype,
             state_device=None if state_device is None else torch.device(state_device),
@@ -109,9 +130,10 @@ class ShardedOptimizer(Optimizer):
             shard_gradients=shard_gradients,
             capturable=capturable,
             bucket_capacity=bucket_cap_mb * 2**20,
+            norm_owner=norm_owner,
         )
         self._gather = Gather()
-        self._backward = Backward(find_unused=find_unused_parameters)
+        self._backward = Backward(find_unused=find_unused_parameters, zero_fill_unused=zero_fill_unused)
         self._backward.follow(self._distribution.buckets_of(groups))
         self._groups: list[Group] = []
         self._inner = optimizer_class([_inner_group(group) for group in groups], **optimizer_kwargs)
@@ -142,6 +164,7 @@ class ShardedOptimizer(Optimizer):
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
         _copy_options(self._inner.param_groups, self.param_groups)
+        self._show_states()
         self._backward.stepped()
         return loss
 
@@ -159,8 +182,23 @@ class ShardedOptimizer(Optimizer):
         backward has reduced (accumulated under `no_sync()`, assigned by hand) are reduced now.
         """
         self._backward.finish()
-        grads = ((member.shard.grad, member.missing_grad) for member in self._members())
-        return [missing if grad is None else grad for grad, missing in grads]
+        return [_shown_grad(member) for member in self._members()]
+
+    @torch.no_grad()
+    def grad_shards_by_owner(self) -> dict[Hashable, list[Tensor]]:
+        """`grad_shards()`, apart for each of `norm_owner`'s values, in the order in which they first occur.
+
+            parts = [Part(shards, groups[owner]) for owner, shards in optimizer.grad_shards_by_owner().items()]
+            norm = total_norm(parts)  # both of stepstack_gradnorm
+
+        is the norm of a model of which other ranks, outside of the mesh, hold other parts and duplicates: `groups` has
+        for each owner the process groups whose ranks hold different pieces.
+        """
+        self._backward.finish()
+        shards: dict[Hashable, list[Tensor]] = {}
+        for member in self._members():
+            shards.setdefault(member.owner, []).append(_shown_grad(member))
+        return shards
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -225,10 +263,17 @@ class ShardedOptimizer(Optimizer):
         self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
         load_masters(state_dict, self._groups)
         self._inner.load_state_dict(inner)
+        self._show_states()
         _copy_options(self._inner.param_groups, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
+
+    def _show_states(self) -> None:
+        """`state`, as in any optimizer, by what is in `param_groups`: here, this rank's pieces of the states."""
+        for member in self._members():
+            if member.piece is not None and member.piece in self._inner.state:
+                self.state[member.shard] = self._inner.state[member.piece]
 
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
@@ -288,6 +333,10 @@ class ShardedOptimizer(Optimizer):
         if grad_scale is not None and grads:
             torch._foreach_div_(grads, grad_scale)
         self._inner.step()
+
+
+def _shown_grad(member: Member) -> Tensor:
+    return member.missing_grad if member.shard.grad is None else member.shard.grad
 
 
 def _first(groups: list[Group]) -> Tensor:
