@@ -54,8 +54,8 @@ def dev(session):
 def demo(session):
     """Train a small GPT on the standard library's sources: -- [--steps N] [--ranks N] [--resume DIR] …"""
     dev(session)
-    # Ctrl-C reaches the training too, which then writes a checkpoint; nox would kill it after 0.3 s.
-    python(session, ROOT / "docs" / "examples" / "train_gpt.py", *session.posargs, interrupt_timeout=60)
+    # Ctrl-C reaches the training too, which then writes a checkpoint; nox would kill it after 0.3 s. A second one ends both.
+    python(session, ROOT / "docs" / "examples" / "train_gpt.py", *session.posargs, interrupt_timeout=None)
 
 
 @nox.session(venv_backend="none")
