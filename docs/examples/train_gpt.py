@@ -207,7 +207,7 @@ def launch(ranks):
     """torchrun, in this process: it starts this script again, once for each rank, and passes signals on to them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // ranks)))
     try:
-        torchrun(["--standalone", f"--nproc-per-node={ranks}", "--shutdown-timeout=60", *sys.argv])
+        torchrun(["--standalone", f"--nproc-per-node={ranks}", *sys.argv])
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
 

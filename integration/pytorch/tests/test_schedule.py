@@ -91,11 +91,10 @@ def test_a_state_dict_of_another_kind_of_schedule_is_refused():
 
 
 def test_a_function_of_applied_steps_is_never_waited_for():
-    loop = Loop(device_halving)
-    loop._note = None
-    optimizer_step = OptimizerStep(FusedAdamW(loop.params), lr_scheduler=halving)
+    params = [torch.nn.Parameter(torch.ones(3))]
+    optimizer_step = OptimizerStep(FusedAdamW(params), lr_scheduler=halving)
     for _ in range(2):
-        loop.params[0].grad = torch.ones(3)
+        params[0].grad = torch.ones(3)
         with HostSyncs() as syncs:
             optimizer_step()
         assert syncs == []
@@ -130,6 +129,16 @@ def test_a_learning_rate_may_be_a_tensor_already():
         param.grad = torch.ones(3)
         optimizer_step()
         assert lr == expected
+
+
+def test_groups_may_share_the_tensor_of_their_learning_rate():
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = FusedAdamW([{"params": [param]} for param in params], lr=torch.tensor(0.5))
+    optimizer_step = OptimizerStep(optimizer, lr_scheduler=halving)
+    for expected in (0.5, 0.25, 0.125):
+        optimizer_step()
+        assert [group["lr"].item() for group in optimizer.param_groups] == [expected, expected]
+        params[0].grad = torch.ones(3)
 
 
 def test_a_group_that_is_added_later_is_scheduled_from_its_own_learning_rate():

@@ -11,7 +11,7 @@ from stepstack_fused_adam import FusedAdamW
 from stepstack_grad_scaler import GradScaler
 from stepstack_gradnorm import total_norm
 from stepstack_sharded_states import ShardedOptimizer
-from stepstack_testing import HostSyncs, on_ranks
+from stepstack_testing import HostSyncs, RankError, on_ranks
 
 
 def parameters():
@@ -106,3 +106,8 @@ def test_parameters_that_fsdp_shards_are_stepped_as_one_process_steps_them():
             torch.testing.assert_close(mine.full_tensor(), expected, rtol=1e-5, atol=1e-6)
 
     on_ranks(2, run)
+
+
+def test_a_negative_max_norm_is_refused_with_the_rank():
+    with pytest.raises(RankError, match=r"rank 1: max_norm must be 0 or more.* got -1\.0"):
+        on_ranks(2, lambda rank: OptimizerStep(sharded(parameters()), max_norm=-1.0))

@@ -58,13 +58,15 @@ class DeviceSchedule(Schedule):
         self._factor = factor
 
     def before_update(self, applied_steps: Tensor) -> None:
-        factor = self._factor(applied_steps)
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        for group in groups:  # all of them before one is written: they may share a tensor
             lr = group["lr"]
-            initial_lr = group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
-            if not isinstance(lr, Tensor):
-                group["lr"] = lr = torch.empty((), device=applied_steps.device)
-            lr.copy_(factor * initial_lr)
+            group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
+        factor = self._factor(applied_steps)
+        for group in groups:
+            if not isinstance(group["lr"], Tensor) or group["lr"].device != factor.device:
+                group["lr"] = torch.empty_like(factor)
+            group["lr"].copy_(factor * group["initial_lr"])
 
 
 class HostSchedule(Schedule):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -72,16 +73,16 @@ class OptimizerStep:
         lr_scheduler: LRScheduler | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            raise TypeError(f"{_here()}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if max_norm is not None and not max_norm >= 0:
-            raise ValueError(f"max_norm must be zero or more, or None for no clipping; got {max_norm}")
+            raise ValueError(f"{_here()}: max_norm must be 0 or more, or None for no clipping; got {max_norm}")
         if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler or stepstack's, got {type(scaler).__name__}")
+            raise TypeError(f"{_here()}: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         self.optimizer = optimizer
         self.max_norm = float("inf") if max_norm is None else max_norm
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        device = next(param.device for group in optimizer.param_groups for param in group["params"])
-        self.applied_steps = torch.zeros((), device=device)
+        devices = (param.device for group in optimizer.param_groups for param in group["params"])
+        self.applied_steps = torch.zeros((), dtype=torch.float32, device=next(devices, None))
         """How many calls have changed the parameters: 0-d fp32 (exact to 2²⁴), on the device."""
         self._schedule = schedule_of(lr_scheduler, optimizer, self.applied_steps)
 
@@ -130,3 +131,7 @@ class OptimizerStep:
         elif not found_inf.item():  # The one wait: an optimizer without the flag can't be told on the device.
             multiply_(grads, divisor.reciprocal())
             optimizer.step()
+
+
+def _here() -> str:
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"

@@ -1,0 +1,150 @@
+"""Sharded training against the same ranks without sharding: averaged gradients, fp32 masters, torch's AdamW."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpt import GPT
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from stepstack import OptimizerStep
+from stepstack_fused_adam import FusedAdamW
+from stepstack_grad_scaler import GradScaler
+from stepstack_sharded_states import ShardedOptimizer
+from stepstack_testing import on_ranks
+
+STEPS = 10
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
+SCALE = 1024.0
+
+
+class ConvNet(nn.Module):
+    """channels_last, 2-d and 3-d."""
+
+    def __init__(self):
+        super().__init__()
+        self.plane = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.space = nn.Conv3d(1, 4, 2).to(memory_format=torch.channels_last_3d)
+        self.out = nn.Linear(8 * 16 + 4 * 8, 3)
+
+    def loss(self, seed):
+        torch.manual_seed(seed)
+        dtype = self.out.bias.dtype
+        image, volume = torch.randn(2, 3, 6, 6, dtype=dtype), torch.randn(2, 1, 3, 3, 3, dtype=dtype)
+        image = self.plane(image.to(memory_format=torch.channels_last)).flatten(1)
+        return self.out(torch.cat([image, self.space(volume).flatten(1)], 1).tanh()).float().square().mean()
+
+
+class TiedGPT(GPT):
+    def __init__(self):
+        super().__init__(layers=2, width=16, heads=2, context=8)
+
+    def loss(self, seed):
+        torch.manual_seed(seed)
+        return super().loss(torch.randint(256, (2, 9)))
+
+
+class PartlyUsed(nn.Module):
+    """One layer is frozen, one is used every other time only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+        self.layers[1].requires_grad_(False)
+
+    def loss(self, seed):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 9, dtype=self.layers[0].weight.dtype)
+        for number, layer in enumerate(self.layers):
+            if number != 2 or seed // 1000 % 2:
+                x = layer(x).tanh()
+        return x.float().square().mean()
+
+
+MODELS = {"channels_last": ConvNet, "tied GPT": TiedGPT, "partly used": PartlyUsed}
+PRECISIONS = {
+    "fp32": (torch.float32, None, 1e-5),
+    "bf16, master": (torch.bfloat16, "fp32", 4e-2),
+    "bf16, remainder": (torch.bfloat16, "remainder", 4e-2),
+    "fp16, scaler": (torch.float16, "fp32", 1e-2),
+}
+
+
+def seeds(rank, accumulate):
+    return [[1000 * step + 10 * micro + rank for micro in range(accumulate)] for step in range(STEPS)]
+
+
+def make(model, dtype):
+    torch.manual_seed(0)
+    return MODELS[model]().to(dtype)
+
+
+def train_sharded(rank, mesh, model, precision, accumulate, overlap):
+    dtype, masters, _ = PRECISIONS[precision]
+    net = make(model, dtype)
+    optimizer = ShardedOptimizer(
+        net.named_parameters(), FusedAdamW, mesh=mesh, bucket_cap_mb=0.004, master_weights=masters, **ADAM
+    )
+    if overlap:
+        optimizer.overlap_gather(net)
+    scaler = GradScaler("cpu", init_scale=SCALE, enabled=precision == "fp16, scaler")
+    optimizer_step = OptimizerStep(optimizer, max_norm=1.0, scaler=scaler)
+    for micros in seeds(rank, accumulate):
+        if overlap:
+            with optimizer.no_sync():
+                for seed in micros[:-1]:
+                    scaler.scale(net.loss(seed)).backward()
+            micros = micros[-1:]
+        for seed in micros:  # without overlap each backward reduces
+            scaler.scale(net.loss(seed)).backward()
+        optimizer_step()
+    optimizer.synchronize()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def train_replicated(rank, model, precision, accumulate):
+    dtype, *_ = PRECISIONS[precision]
+    net = make(model, dtype)
+    scale = SCALE if precision == "fp16, scaler" else 1.0
+    trained = [p for p in net.parameters() if p.requires_grad]
+    masters = [nn.Parameter(p.detach().float()) for p in trained]
+    optimizer = torch.optim.AdamW(masters, **ADAM)
+    for micros in seeds(rank, accumulate):
+        for seed in micros:
+            (net.loss(seed) * scale).backward()
+        for p, master in zip(trained, masters, strict=True):
+            if p.grad is not None:
+                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+                master.grad = p.grad.float() / scale
+            p.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, master in zip(trained, masters, strict=True):
+            p.data.copy_(master.data)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)], ids=["1 rank", "2 ranks", "4 ranks", "2x2 ranks"])
+def test_sharded_training_equals_replicated_training(shape):
+    def compare(rank):
+        mesh = init_device_mesh("cpu", shape)
+        wrong = []
+        for model, precision, accumulate in product(MODELS, PRECISIONS, (1, 3)):
+            expected = train_replicated(rank, model, precision, accumulate)
+            for overlap in (True, False):
+                ours = train_sharded(rank, mesh, model, precision, accumulate, overlap)
+                apart = max((a - b).abs().max().item() for a, b in zip(ours, expected, strict=True))
+                first = [p.clone() for p in ours]
+                for p in first:
+                    dist.broadcast(p, 0)
+                if not apart <= PRECISIONS[precision][2]:
+                    wrong.append((model, precision, accumulate, overlap, apart))
+                if not all(torch.equal(a, b) for a, b in zip(ours, first, strict=True)):
+                    wrong.append((model, precision, accumulate, overlap, "ranks differ"))
+        return wrong
+
+    for wrong in on_ranks(torch.Size(shape).numel(), compare, timeout=60):
+        assert wrong == []
