@@ -250,6 +250,10 @@ def test_an_interval_made_shorter_ends_with_the_next_clean_step():
     [
         ({"preset": "nobody"}, "preset is 'nobody'; it must be one of torch, megatron, apex, deepspeed"),
         ({"hysteresis": 0}, "hysteresis is 0; it must be at least 1"),
+        ({"hysteresis": 1.5}, "hysteresis is 1.5; it must be a whole number"),
+        ({"growth_factor": float("inf")}, "growth_factor is inf; it must be at least 1, and finite"),
+        ({"growth_factor": "2"}, "growth_factor is '2'; it must be a number"),
+        ({"init_scale": float("nan")}, "init_scale is nan; it must be in"),
         ({"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
         ({"backoff_factor": 0.0}, "backoff_factor is 0.0; it must be above 0"),
         ({"refill_hysteresis": "never"}, "refill_hysteresis is 'never'; it must be on_growth or on_clean_step"),

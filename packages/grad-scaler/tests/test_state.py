@@ -66,14 +66,50 @@ def test_a_scale_that_fell_to_zero_is_loaded_as_the_smallest():
     assert scaler.get_scale() == 0.5
 
 
-def test_a_bad_state_dict_changes_nothing():
+@pytest.mark.parametrize("made", [False, True], ids=["before the first use", "in use"])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"hysteresis": -1}, "hysteresis is -1"),
+        ({"growth_interval": "7"}, "growth_interval is '7'; it must be a whole number"),
+        ({"scale": float("nan")}, "scale of the state dict is nan; it must be a number in"),
+        ({"scale": float("inf")}, "scale of the state dict is inf"),
+        ({"scale": None}, "scale of the state dict is None"),
+        ({"scale": torch.ones(2)}, r"scale of the state dict is tensor\(\[1., 1.\]\)"),
+        ({"_growth_tracker": 2**40}, f"_growth_tracker of the state dict is {2**40}"),
+        ({"_hysteresis_tracker": "one"}, "_hysteresis_tracker of the state dict is 'one'"),
+    ],
+    ids=str,
+)
+def test_a_bad_state_dict_changes_nothing(made, bad, message):
     scaler = GradScaler("cpu")
+    if made:
+        scaler.update(found_inf=True)
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match="hysteresis is -1"):
-        scaler.load_state_dict(before | {"hysteresis": -1, "scale": 2.0})
+    with pytest.raises(ValueError, match=message):
+        scaler.load_state_dict(before | {"scale": 2.0, "growth_interval": 5} | bad)
+    assert scaler.state_dict() == before
+
+
+def test_what_a_state_dict_lacks_is_said():
+    scaler = GradScaler("cpu")
+    with pytest.raises(ValueError, match="_growth_tracker of the state dict is missing beside scale, growth_tracker"):
+        scaler.load_state_dict({"scale": 8.0, "growth_tracker": 3})
     with pytest.raises(RuntimeError, match="state dict is empty"):
         scaler.load_state_dict({})
-    assert scaler.state_dict() == before
+    assert scaler.get_scale() == 65536
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before the first use", "in use"])
+def test_numbers_of_a_state_dict_may_be_tensors(made):
+    scaler = GradScaler("cpu")
+    if made:
+        scaler.update(found_inf=True)
+    scale = torch.tensor([8.0])
+    scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": torch.tensor(3)})
+    scale.fill_(1)
+    assert (scaler.scale_tensor, scaler._growth_tracker) == (8, 3)
+    assert (scaler.state_dict()["scale"], scaler.state_dict()["_growth_tracker"]) == (8, 3)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])

@@ -1,12 +1,13 @@
 """What a scaler remembers: its rule, and tensors that are made late, written in place, saved and loaded."""
 
+import math
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from stepstack_grad_scaler._rule import Rule, ScaleState
+from stepstack_grad_scaler._rule import LARGEST, Rule, ScaleState
 
 
 class RememberingScaler(torch.amp.GradScaler):
@@ -71,18 +72,21 @@ class RememberingScaler(torch.amp.GradScaler):
         """Takes on a state dict, of this scaler or torch's, rule included; tensors are written in place.
 
         Of what torch's lacks, the rule stays as it is, hysteresis is whole and no step was skipped. The scale is
-        clamped to [min_scale, max_scale]. Raises RuntimeError for that of a disabled scaler, ValueError for a bad rule.
+        clamped to [min_scale, max_scale]. Raises RuntimeError for that of a disabled scaler, ValueError for what is
+        missing or makes no sense; nothing has changed then.
         """
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # does nothing, or says what is wrong
             return
         rule = Rule(**{name: state_dict.get(name, now) for name, now in asdict(self._rule()).items()})
+        scale = _number_in(state_dict, "scale", 0, LARGEST)
+        left = _number_in(state_dict, "_hysteresis_tracker", -(2**31), 2**31 - 1, rule.hysteresis)
         numbers = {
-            "scale": min(max(state_dict["scale"], rule.min_scale), rule.max_scale),
-            "growth_tracker": state_dict["_growth_tracker"],
-            "hysteresis_tracker": state_dict.get("_hysteresis_tracker", rule.hysteresis),
-            "last_step_skipped": state_dict.get("last_step_skipped", False),
-            "skipped_steps": state_dict.get("skipped_steps", 0),
+            "scale": min(max(scale, rule.min_scale), rule.max_scale),
+            "growth_tracker": int(_number_in(state_dict, "_growth_tracker", -(2**31), 2**31 - 1)),
+            "hysteresis_tracker": int(left),
+            "last_step_skipped": bool(_number_in(state_dict, "last_step_skipped", 0, 1, 0)),
+            "skipped_steps": int(_number_in(state_dict, "skipped_steps", 0, 2**53, 0)),
         }
         self._take_on(rule)
         vars(self).update({f"_init_{name}": number for name, number in numbers.items()})
@@ -140,6 +144,19 @@ class RememberingScaler(torch.amp.GradScaler):
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
         self._last_step_skipped = torch.full((), self._init_last_step_skipped, dtype=torch.bool, device=dev)
         self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
+
+
+def _number_in(
+    state_dict: dict[str, Any], name: str, smallest: float, largest: float, otherwise: float = math.nan
+) -> float:
+    try:
+        number = float(state_dict.get(name, otherwise))
+    except (RuntimeError, TypeError, ValueError):
+        number = math.nan
+    if not smallest <= number <= largest:
+        given = repr(state_dict[name]) if name in state_dict else f"missing beside {', '.join(map(str, state_dict))}"
+        raise ValueError(f"{name} of the state dict is {given}; it must be a number in [{smallest}, {largest}]")
+    return number
 
 
 # Tensors `_…`, made late from the numbers `_init_…`.

@@ -20,7 +20,7 @@ def scale_and_rule(preset: str, init_scale: float | None, **given: Any) -> tuple
         raise ValueError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")
     scale, rule = _PRESETS[preset]
     rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
-    scale = scale if init_scale is None else init_scale
+    scale = scale if init_scale is None else float(init_scale)
     if not rule.min_scale <= scale <= rule.max_scale:
         raise ValueError(
             f"init_scale is {scale!r}; it must be in [min_scale, max_scale] = [{rule.min_scale}, {rule.max_scale}]"

@@ -1,13 +1,15 @@
 """How a loss scale follows overflows: one rule, as a plain function of tensors."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
+_REFILLS = ("on_growth", "on_clean_step")
 
 
 @dataclass(frozen=True)
@@ -25,25 +27,23 @@ class Rule:
     hysteresis: int = 1
     refill_hysteresis: Literal["on_growth", "on_clean_step"] = "on_growth"
     min_scale: float = _SMALLEST_NORMAL
-    max_scale: float = _LARGEST
+    max_scale: float = LARGEST
 
     def __post_init__(self) -> None:
+        whole = ("growth_interval", "growth_restart", "hysteresis")
+        for name in ("growth_factor", "backoff_factor", *whole, "min_scale", "max_scale"):
+            kind, wanted = (Integral, "a whole number") if name in whole else (Real, "a number")
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
         for name, fine, wanted in (
-            ("growth_factor", self.growth_factor >= 1, "at least 1"),
+            ("growth_factor", 1 <= self.growth_factor < float("inf"), "at least 1, and finite"),
             ("backoff_factor", 0 < self.backoff_factor <= 1, "above 0 and at most 1"),
             ("growth_interval", 1 <= self.growth_interval < 2**31, "at least 1, and an int32"),
+            ("growth_restart", -(2**31) <= self.growth_restart <= 0, "at most 0, and an int32"),
             ("hysteresis", 1 <= self.hysteresis < 2**31, "at least 1, and an int32"),
-            (
-                "refill_hysteresis",
-                self.refill_hysteresis in ("on_growth", "on_clean_step"),
-                "on_growth or on_clean_step",
-            ),
-            (
-                "min_scale",
-                self.min_scale >= _SMALLEST_NORMAL,
-                "at least 2**-126, below which its reciprocal is not finite",
-            ),
-            ("max_scale", self.min_scale <= self.max_scale <= _LARGEST, "at least min_scale, and finite in fp32"),
+            ("refill_hysteresis", self.refill_hysteresis in _REFILLS, " or ".join(_REFILLS)),
+            ("min_scale", self.min_scale >= _SMALLEST_NORMAL, "at least 2**-126, or its reciprocal is not finite"),
+            ("max_scale", self.min_scale <= self.max_scale <= LARGEST, "at least min_scale, and finite in fp32"),
         ):
             if not fine:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
