@@ -177,6 +177,36 @@ def test_deferred_clipping_leaves_nothing_on_the_optimizer(kind, enabled):
     assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("unscale", [True, False], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("given", [0.0, float("inf"), float("nan")])
+def test_a_grad_scale_that_leaves_nothing_of_a_gradient_skips_the_step(fused, unscale, given):
+    """As one from a norm that overflows, where every gradient is finite."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    optimizer.grad_scale = torch.tensor(given)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1, 1, 1]
+    assert (scaler.get_scale(), scaler.skipped_steps.item()) == (4, 1)
+
+
+def test_a_scale_that_overflows_with_the_clipping_skips_the_step():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    scaler = GradScaler("cpu", init_scale=2.0**127)
+    optimizer.grad_scale = torch.tensor(2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1, 1, 1]
+    assert scaler.get_scale() == 2.0**126
+
+
 def test_a_step_that_raises_leaves_nothing_on_the_optimizer():
     class Broken(SeenByContract):
         def step(self):

@@ -202,6 +202,21 @@ def test_a_new_scale_that_is_no_scale_is_refused(new_scale):
     assert scaler.get_scale() == 65536
 
 
+@pytest.mark.parametrize("new_scale", [0.0, -1.0, INF, float("nan")])
+def test_a_tensor_that_is_no_scale_leaves_the_scale_as_it_is(new_scale):
+    scaler = GradScaler("cpu")
+    with HostSyncs() as syncs:
+        scaler.update(torch.tensor(new_scale))
+    assert syncs == []
+    assert scaler.get_scale() == 65536
+
+
+@pytest.mark.parametrize("flag", [True, torch.tensor(False)], ids=str)
+def test_a_flag_that_is_given_as_the_scale_is_refused(flag):
+    with pytest.raises(ValueError, match=r"a flag is given by its name: update\(found_inf=…\)"):
+        GradScaler("cpu").update(flag)
+
+
 def test_calls_out_of_order_are_refused_as_torch_does():
     weight, optimizer = model_and_optimizer()
     scaler = GradScaler("cpu")

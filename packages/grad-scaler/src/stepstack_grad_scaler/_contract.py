@@ -54,7 +54,12 @@ def take_contract(optimizer: Optimizer, device: torch.device | None) -> tuple[Te
     return grad_scale, found_inf
 
 
-def any_set(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+def cannot_divide(grad_scale: Tensor) -> Tensor:
+    """Whether the 0-d tensor is 0 or not finite, so that quotients by it are worth nothing; a 0-d bool."""
+    return grad_scale / grad_scale != 1
+
+
+def any_set(flags: Iterable[Tensor | bool], device: torch.device) -> Tensor:
     """Whether one of these scalars, at least one, is not 0 (NaN is not): a 0-d bool on the device."""
     return reduce(torch.logical_or, [scalar(flag, device) != 0 for flag in flags])
 

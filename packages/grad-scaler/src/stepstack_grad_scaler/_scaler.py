@@ -1,7 +1,7 @@
 """The scaler: torch's calls, each decided on the device and for all ranks."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,15 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from stepstack_grad_scaler._agreement import agreed, check_groups, groups_that_agree
-from stepstack_grad_scaler._contract import any_set, has_flag, scalar, step_by_contract, take_contract
+from stepstack_grad_scaler._contract import (
+    any_set,
+    cannot_divide,
+    has_flag,
+    reciprocal,
+    scalar,
+    step_by_contract,
+    take_contract,
+)
 from stepstack_grad_scaler._devices import moved
 from stepstack_grad_scaler._gradients import local_gradients, multiply_and_check_, parameters_of
 from stepstack_grad_scaler._memory import RememberingScaler
@@ -86,8 +94,9 @@ class GradScaler(RememberingScaler):
         """`optimizer.step(*args, **kwargs)` on unscaled gradients, which changes nothing if one is not finite.
 
         A `grad_scale` that was set on the optimizer divides the gradients once more, whatever the optimizer and
-        whether or not `unscale_` was called: that is deferred clipping. A `found_inf` set on it counts too. Both are
-        gone after the step. If no parameter has a gradient on any rank, nothing happens.
+        whether or not `unscale_` was called: that is deferred clipping. A `found_inf` set on it counts too, and so
+        does a `grad_scale` that is 0 or not finite; on which ranks does not matter. Both are gone after the step. If no
+        parameter has a gradient on any rank, nothing happens.
 
         What an optimizer with `_step_supports_amp_scaling` writes into its `found_inf` is what `update` sees.
         """
@@ -101,20 +110,9 @@ class GradScaler(RememberingScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
 
-        device = self.scale_tensor.device
-        grad_scale, found_inf = take_contract(optimizer, device)
-        if state["stage"] is OptState.READY:
-            if has_flag(optimizer):
-                self._check_inf_per_device(optimizer)
-                # Not the scale itself, which changes with the next update.
-                grad_scale = self.scale_tensor.clone() if grad_scale is None else self.scale_tensor * grad_scale
-            else:
-                self.unscale_(optimizer)
-        found = list(state["found_inf_per_device"].values())
-        if found_inf is not None:
-            found.append(self._agreed(found_inf))
-        found_inf = any_set(found, device).float()
-        state["found_inf_per_device"] = {device: found_inf}
+        grad_scale, found_inf = self._decided(optimizer)
+        # Where the optimizer may write, and `update` reads.
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
         result = step_by_contract(optimizer, grad_scale, found_inf, args, kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -126,16 +124,17 @@ class GradScaler(RememberingScaler):
         `found_inf` is the flag of a step that was composed by hand: one element, of which anything but 0 (NaN too) says
         that the step was skipped. It counts beside those of `step` and `unscale_`, and is agreed over `groups`.
 
-        `new_scale` sets the scale, clamped to [min_scale, max_scale], instead of adapting it; the trackers stay.
+        `new_scale` sets the scale, clamped to [min_scale, max_scale], instead of adapting it; the trackers stay. So
+        does the scale, if `new_scale` is a tensor that is not finite or not above 0: refusing it would take a wait.
 
         Raises AssertionError if there was neither, and no step; ValueError for a number as `new_scale` that is not
-        finite and above 0; OverflowError with `at_min_scale="raise"`.
+        finite and above 0, or for a bool, which is a flag; OverflowError with `at_min_scale="raise"`.
         """
         if not self._enabled:
             return
         found, has_gradients = self._recorded()
         if found_inf is not None:
-            found.append(self._agreed(found_inf))
+            found.append(self._agreed(any_set([found_inf], self.scale_tensor.device).float()))
             has_gradients.append(torch.ones_like(found[-1]))
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -157,21 +156,40 @@ class GradScaler(RememberingScaler):
             raise TypeError("a GradScaler with groups can be neither pickled nor copied; its state_dict() can")
         return super().__getstate__()
 
+    def _decided(self, optimizer: Optimizer) -> tuple[Tensor | None, Tensor]:
+        """`grad_scale` and `found_inf` of the step. The gradients are unscaled then, unless the optimizer does that."""
+        state, scale, fused = self._per_optimizer_states[id(optimizer)], self.scale_tensor, has_flag(optimizer)
+        ready = state["stage"] is OptState.READY
+        grad_scale, found_inf = take_contract(optimizer, scale.device)
+        flags = [] if found_inf is None else [found_inf]
+        if grad_scale is not None:
+            grad_scale = scale * grad_scale if ready and fused else grad_scale
+            flags.append(cannot_divide(grad_scale))
+        elif ready and fused:
+            grad_scale = scale.clone()  # not the scale itself, which changes with the next update
+        given = any_set(flags, scale.device).float() if flags else torch.zeros_like(scale)
+        if ready:
+            factor = torch.ones_like(scale) if fused else reciprocal(scale)
+            state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, given, allow_fp16=fused)
+            state["stage"] = OptState.READY if fused else OptState.UNSCALED
+        elif flags:
+            given = self._agreed(given, parameters_of(optimizer))
+        return grad_scale, any_set([given, *state["found_inf_per_device"].values()], scale.device).float()
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # torch's unscale_ and _check_inf_per_device leave the work to this; it gives a flag for each device.
+        # torch's unscale_ leaves the work to this; it gives a flag for each device, set if `found_inf` is on some rank.
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-        found_inf = multiply_and_check_(gradients, inv_scale)
+        found_inf = torch.maximum(found_inf, multiply_and_check_(gradients, inv_scale))
         has_gradients = torch.full_like(found_inf, bool(gradients))
         groups = groups_that_agree(parameters_of(optimizer), self.groups)
         found_inf, has_gradients = agreed([found_inf, has_gradients], groups)
         self._per_optimizer_states[id(optimizer)]["has_gradients"] = has_gradients
         return {device: moved(found_inf, device) for device in (found_inf.device, *gradients)}
 
-    def _agreed(self, found_inf: Tensor | bool) -> Tensor:
-        flag = any_set([scalar(found_inf, self.scale_tensor.device)], self.scale_tensor.device).float()
-        return agreed([flag], groups_that_agree((), self.groups))[0]
+    def _agreed(self, flag: Tensor, parameters: Iterable[Tensor] = ()) -> Tensor:
+        return agreed([flag], groups_that_agree(parameters, self.groups))[0]
 
     def _recorded(self) -> tuple[list[Tensor], list[Tensor]]:
         """Flags of all optimizers since the last update: gradients that are not finite, gradients at all."""
@@ -181,10 +199,14 @@ class GradScaler(RememberingScaler):
         return found, [state.get("has_gradients", torch.ones_like(self.scale_tensor)) for state in states]
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
+        if isinstance(new_scale, bool) or (isinstance(new_scale, Tensor) and new_scale.dtype == torch.bool):
+            raise ValueError(f"new_scale is {new_scale!r}; a flag is given by its name: update(found_inf=…)")
         if not isinstance(new_scale, Tensor) and not 0 < new_scale < float("inf"):
             raise ValueError(f"new_scale is {new_scale!r}; it must be finite and above 0")
         scale = self.scale_tensor
-        scale.copy_(scalar(new_scale, scale.device).clamp(self.min_scale, self.max_scale))
+        wanted = scalar(new_scale, scale.device)
+        fine = (wanted > 0) & (wanted < float("inf"))
+        scale.copy_(torch.where(fine, wanted.clamp(self.min_scale, self.max_scale), scale))
 
     def _adapt(self, *, overflow: Tensor, clean: Tensor) -> None:
         before = self._state()
