@@ -67,6 +67,19 @@ def test_sparse_gradients_are_unscaled_and_checked_where_they_are():
     assert flag_for(sparse(6e4, 6e4, dtype=torch.float16)) == 1
 
 
+def test_lazy_views_are_unscaled_and_checked_where_they_are():
+    base = torch.tensor([8 + 16j, 8 - 8j])
+    assert base.conj().is_conj()
+    assert base.conj().imag.is_neg()
+    for gradient, unscaled in ((base.conj(), [1 - 2j, 1 + 1j]), (base.conj().imag, [-2, 1])):
+        weight = torch.nn.Parameter(torch.zeros_like(gradient))
+        weight.grad = gradient
+        GradScaler("cpu", init_scale=8.0).unscale_(torch.optim.SGD([weight]))
+        assert weight.grad.tolist() == unscaled
+        base.mul_(8)
+    assert flag_for(torch.tensor([complex(1, INF)]).conj()) == 1
+
+
 def test_empty_gradients_are_fine():
     assert flag_for(torch.zeros(0), torch.zeros(2, 0), torch.ones(2)) == 0
 

@@ -183,6 +183,25 @@ def test_without_gradients_on_any_rank_nothing_happens(unscale):
     assert on_ranks(2, on_rank) == [({False}, 8.0)] * 2
 
 
+@each_way
+@pytest.mark.parametrize("optimizer", [fused_adam, adam, Local])
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_what_one_rank_sets_before_the_step_skips_on_both(unscale, optimizer, name):
+    def on_rank(rank, bad_rank):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def with_attribute(parameters):
+            made = optimizer(parameters)
+            good, bad = {"found_inf": (0.0, 1.0), "grad_scale": (1.0, INF)}[name]
+            setattr(made, name, torch.tensor(bad if rank == bad_rank else good))
+            return made
+
+        return decision([sharing(mesh, [Shard(0)])], unscale=unscale, optimizer=with_attribute)
+
+    assert on_ranks(2, on_rank, 1) == [SKIPPED] * 2
+    assert on_ranks(2, on_rank, None) == [STEPPED] * 2
+
+
 def test_a_flag_that_is_handed_in_is_agreed_over_the_groups():
     def on_rank(rank):
         scaler = GradScaler("cpu", init_scale=8.0, groups=(dist.group.WORLD,))
@@ -245,6 +264,17 @@ def test_a_group_that_the_rank_is_not_in_is_refused():
     on_ranks(2, on_rank)
     with pytest.raises(ValueError, match=r"groups\[0\] is None on rank 0"):
         GradScaler("cpu", groups=(None,))
+
+
+def test_groups_may_come_from_a_generator_but_not_alone():
+    def on_rank(rank):
+        scaler = GradScaler("cpu", init_scale=8.0, groups=(group for group in (dist.group.WORLD,)))
+        scaler.update(found_inf=rank == 1)
+        with pytest.raises(ValueError, match="it must be a sequence of process groups"):
+            GradScaler("cpu", groups=dist.group.WORLD)
+        return scaler.get_scale()
+
+    assert on_ranks(2, on_rank) == [4, 4]
 
 
 def test_a_scaler_with_groups_is_not_copied():

@@ -13,6 +13,9 @@ from stepstack_grad_scaler._devices import moved
 
 def check_groups(groups: Sequence[ProcessGroup]) -> tuple[ProcessGroup, ...]:
     """The groups; ValueError for what is none, or one that this rank is not in."""
+    if not isinstance(groups, Iterable):
+        raise ValueError(f"groups is {groups!r}; it must be a sequence of process groups, such as (group,)")
+    groups = tuple(groups)
     for number, group in enumerate(groups):
         if not isinstance(group, ProcessGroup):
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -20,7 +23,7 @@ def check_groups(groups: Sequence[ProcessGroup]) -> tuple[ProcessGroup, ...]:
                 f"groups[{number}] is {group!r} on rank {rank}, not a process group that the rank is in: give each "
                 "rank its own groups only, and for all ranks torch.distributed.group.WORLD"
             )
-    return tuple(groups)
+    return groups
 
 
 def groups_that_agree(parameters: Iterable[Tensor], groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
