@@ -135,3 +135,32 @@ def test_a_rate_that_is_a_tensor_already_is_refused():
     optimizer = Contract([torch.nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.1))
     with pytest.raises(ValueError, match="lr of parameter group 0 is a tensor"):
         AppliedStepsLR(SCHEDULERS["lambda"](optimizer), GradScaler("cpu"))
+
+
+def test_other_parameter_groups_are_refused_by_their_number():
+    optimizer, scaler = two_groups(), GradScaler("cpu")
+    schedule = AppliedStepsLR(SCHEDULERS["recursive"](optimizer), scaler)
+    saved = schedule.state_dict()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.3})
+    update(scaler, optimizer, 0)
+    with pytest.raises(RuntimeError, match="has 3 parameter groups, and had 2 when the schedule was made"):
+        schedule.step()
+    one_group = Contract([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(ValueError, match="of a schedule of 2 parameter groups; this optimizer has 1"):
+        AppliedStepsLR(SCHEDULERS["recursive"](one_group), scaler).load_state_dict(saved)
+
+
+def test_a_step_that_one_optimizer_skips_is_skipped_for_the_schedules_of_all():
+    good, bad = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.AdamW([weight], lr=0.5, fused=True) for weight in (good, bad)]
+    good.grad, bad.grad = torch.ones(2), torch.tensor([1.0, float("inf")])
+    scaler = GradScaler("cpu")
+    schedules = [AppliedStepsLR(SCHEDULERS["recursive"](optimizer), scaler) for optimizer in optimizers]
+    for clean in (False, True):
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for schedule in schedules:
+            schedule.step()
+        assert [rates(optimizer) for optimizer in optimizers] == [[0.25 if clean else 0.5]] * 2
+        bad.grad = torch.ones(2)

@@ -21,10 +21,13 @@ class AppliedStepsLR:
     The scheduler runs ahead on the host, a step for each call. What it says is kept on the device, where the count of
     applied steps picks the rate. So `lr` of each parameter group becomes a 0-d fp32 tensor, the same one for ever, and
     the optimizer must be one that takes it without waiting (capturable, or fused on a GPU). This costs 4 bytes for each
-    step and parameter group, since the last `state_dict()`.
+    step and parameter group, since the last `state_dict()`. A rate that is set by hand is overwritten.
+
+    With several optimizers, a step that one of them skipped is a skipped one for all their schedules.
 
     Make it before a state dict is loaded into the optimizer. Raises ValueError if an `lr` is a tensor already, and
-    RuntimeError in `step` for a scheduler that changes more than `lr`, as OneCycleLR does by default.
+    RuntimeError in `step` for a scheduler that changes more than `lr`, as OneCycleLR does by default, and for parameter
+    groups that were added.
     """
 
     def __init__(self, scheduler: LRScheduler, scaler: GradScaler) -> None:
@@ -45,6 +48,11 @@ class AppliedStepsLR:
     def step(self) -> None:
         """Once after each `scaler.update()`, instead of the scheduler's own `step()`."""
         groups = self._scheduler.optimizer.param_groups
+        if len(groups) != len(self._lrs):
+            raise RuntimeError(
+                f"the optimizer has {len(groups)} parameter groups, and had {len(self._lrs)} when the schedule was "
+                "made; after add_param_group, set each lr to a number and make the scheduler and the schedule anew"
+            )
         for group, lr in zip(groups, self._ahead, strict=True):
             group["lr"] = lr
         before = [dict(group) for group in groups]
@@ -62,7 +70,12 @@ class AppliedStepsLR:
         return {"scheduler": self._scheduler.state_dict(), "ahead": list(self._ahead), "pending": pending}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes on what `state_dict` gave; the optimizer's rates are set in place."""
+        """Takes on what `state_dict` gave; the optimizer's rates are set in place. ValueError for other groups."""
+        if len(state_dict["ahead"]) != len(self._lrs):
+            raise ValueError(
+                f"the state dict is of a schedule of {len(state_dict['ahead'])} parameter groups; this optimizer has "
+                f"{len(self._lrs)}"
+            )
         self._scheduler.load_state_dict(state_dict["scheduler"])
         self._ahead = list(state_dict["ahead"])
         self._begin(state_dict["pending"])
