@@ -38,11 +38,11 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool = True) -> LocalGr
                 parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        # A lazy conjugate or negative would not do: the memory beneath it is as finite, and multiplied as well.
-        local = local.conj() if local.is_conj() else local
-        local = torch._neg_view(local) if local.is_neg() else local
+        # Of a lazy conjugate or negative, the memory beneath: it is as finite, and is multiplied as well.
         if local.is_complex():
-            local = torch.view_as_real(local)
+            local = torch.view_as_real(local.conj() if local.is_conj() else local)
+        if local.is_neg():
+            local = torch._neg_view(local)
         lists[local.device, local.dtype].append(local)
     by_device: LocalGradients = defaultdict(list)
     for (device, _), gradients in lists.items():
