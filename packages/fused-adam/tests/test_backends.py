@@ -6,21 +6,29 @@ import types
 import pytest
 import torch
 
-from stepstack_fused_adam import FusedAdamW, _backends, _compiled, _multi_tensor, _torch, backends
+from stepstack_fused_adam import FusedAdamW, _backends, _compiled, _multi_tensor, backends
 from stepstack_fused_adam._backends import assign
-from stepstack_fused_adam._definition import Scalars, Stored, update_
+from stepstack_fused_adam._compiled import CompiledStep
+from stepstack_fused_adam._definition import Scalars, States, update_
 from stepstack_fused_adam._hyperparameters import Hyperparameters
-from stepstack_fused_adam._run import Run
-from stepstack_fused_adam._state import Precision, create, stored
+from stepstack_fused_adam._run import run_of
+from stepstack_fused_adam._state import Precision, create, states_here
+from stepstack_fused_adam._torch import TorchStep
 
 CPU = torch.device("cpu")
 LIBRARIES = {"apex": ["amp_C"], "transformer_engine": ["transformer_engine.pytorch", "transformer_engine_torch"]}
 
 
-def run_of(numel, dtype=torch.bfloat16, precision=None, device="cpu", amsgrad=False):
+def case(numel, dtype=torch.bfloat16, precision=None, device="cpu", amsgrad=False):
+    """A parameter and the run of its states, one step made."""
     param = torch.linspace(-1, 1, numel).to(device, dtype)
     (state,) = create([param], precision or Precision("fp32"), amsgrad)
-    return Run(state["step"], stored(param, state))
+    state["step"].fill_(1)
+    return param, run_of(param, state["step"], states_here(state))
+
+
+def run_like(numel, *arguments, **options):
+    return case(numel, *arguments, device="meta", **options)[1]
 
 
 class Fake(types.ModuleType):
@@ -40,7 +48,7 @@ class Fake(types.ModuleType):
         self,
         columns,
         chunk_size,
-        noop_flag,
+        flag,
         lists,
         lr,
         beta1,
@@ -49,7 +57,7 @@ class Fake(types.ModuleType):
         step,
         mode,
         bias_correction,
-        wd,
+        decay,
         inv_scale,
         /,
     ):
@@ -72,7 +80,7 @@ class Fake(types.ModuleType):
         by = Scalars(*(number.reshape(()) for number in (*numbers, 1 / inv_scale, torch.zeros(()))))
         t = step.float().reshape(()) if bias_correction else torch.tensor(torch.inf)
         for grad, param, exp_avg, exp_avg_sq, *master in zip(*lists, strict=True):
-            update_(Stored(param, exp_avg, exp_avg_sq, None, *master), grad, t, by, bool(mode))
+            update_(param, grad, States(exp_avg, exp_avg_sq, None, *master), t, by, bool(mode))
             grad.mul_(inv_scale)  # as the kernels do
 
 
@@ -158,22 +166,21 @@ def test_their_kernels_are_the_torch_backend(on_any_device, backend, dtype, mast
 
 
 def test_their_kernels_decay_into_the_gradient_when_asked(on_any_device):
-    run, twin = run_of(70), run_of(70)
     by = Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True)
-    grad = torch.linspace(1, 2, 70).bfloat16()
-    for one, step in ((run, _multi_tensor.step_of("apex")), (twin, _torch.step_)):
-        one.step.fill_(1)
-        step([one], [grad.clone()], by)
-    torch.testing.assert_close(run.stored.master, twin.stored.master, rtol=2e-6, atol=1e-7)
+    masters = []
+    for backend in (_backends._KERNELS["apex"], TorchStep):
+        param, run = case(70)
+        backend([run], torch.bfloat16)([param], [torch.linspace(1, 2, 70).bfloat16()], by)
+        masters.append(run.states.master)
+    torch.testing.assert_close(*masters, rtol=2e-6, atol=1e-7)
 
 
 def test_numbers_that_their_kernels_cannot_read_go_to_torch(on_any_device):
-    run = run_of(70)
-    run.step.fill_(1)
+    param, run = case(70)
     by = Hyperparameters(0.1, 0.9, 0.999, 1e-8, torch.tensor(0.1))
-    _multi_tensor.step_of("apex")([run], [torch.ones(70, dtype=torch.bfloat16)], by)
+    _backends._KERNELS["apex"]([run], torch.bfloat16)([param], [torch.ones(70, dtype=torch.bfloat16)], by)
     assert on_any_device.calls == []
-    assert run.stored.exp_avg.count_nonzero() == 70
+    assert run.states.exp_avg.count_nonzero() == 70
 
 
 @pytest.mark.parametrize(
@@ -187,35 +194,33 @@ def test_numbers_that_their_kernels_cannot_read_go_to_torch(on_any_device):
     ],
 )
 def test_what_their_kernels_do_not_do_is_refused(on_any_device, options, reason):
-    run = run_of(70, **options)
+    run = run_like(70, **options)
     with pytest.raises(ValueError, match=f"backend 'apex' does not do this step: .*{reason}"):
-        assign("apex", CPU, [run], [run.stored.param.dtype])
+        assign("apex", CPU, [run], [run.dtype])
 
 
 def test_auto_takes_torchs_kernel_where_that_is_one_pass():
-    large = run_of(2**20, torch.float32, Precision(), device="meta")
-    assert list(assign("auto", CPU, [large] * 100, [torch.float32] * 100)) == [_torch.step_]
+    large = run_like(2**20, torch.float32, Precision())
+    assert assign("auto", CPU, [large] * 100, [torch.float32] * 100) == [TorchStep] * 100
 
 
 def test_auto_compiles_for_large_models_only(monkeypatch):
+    def auto(*runs):
+        return assign("auto", CPU, runs, [torch.bfloat16] * len(runs))
+
     monkeypatch.setattr(_compiled, "missing", lambda device: None)
-    large, small = run_of(2**20, device="meta"), run_of(2**10, device="meta")
-    few, many = [large, small], [small, *[large] * 16]
-    assert assign("auto", CPU, few, [torch.bfloat16] * 2) == {_torch.step_: [0, 1]}
-    assert assign("auto", CPU, many, [torch.bfloat16] * 17) == {
-        _torch.step_: [0],
-        _compiled.step_: list(range(1, 17)),
-    }
-    assert assign("auto", CPU, [small] * 2**15, [torch.bfloat16] * 2**15) == {_torch.step_: list(range(2**15))}
+    large, small = run_like(2**20), run_like(2**10)
+    assert auto(large, small) == [TorchStep] * 2
+    assert auto(small, *[large] * 16) == [TorchStep, *[CompiledStep] * 16]
+    assert auto(*[small] * 2**15) == [TorchStep] * 2**15
     monkeypatch.setattr(_compiled, "missing", lambda device: "no compiler")
-    assert assign("auto", CPU, many, [torch.bfloat16] * 17) == {_torch.step_: list(range(17))}
+    assert auto(small, *[large] * 16) == [TorchStep] * 17
 
 
 def test_auto_takes_a_library_that_the_program_has_imported(on_any_device):
-    small = run_of(2**10, device="meta")
-    assert assign("auto", CPU, [small], [torch.bfloat16]) == {_multi_tensor.step_of("transformer_engine"): [0]}
-    odd = run_of(2**10, precision=Precision("remainder"), device="meta")
-    assert assign("auto", CPU, [odd], [torch.bfloat16]) == {_torch.step_: [0]}
+    assert assign("auto", CPU, [run_like(2**10)], [torch.bfloat16]) == [_backends._KERNELS["transformer_engine"]]
+    odd = run_like(2**10, precision=Precision("remainder"))
+    assert assign("auto", CPU, [odd], [torch.bfloat16]) == [TorchStep]
 
 
 def test_names_are_checked():

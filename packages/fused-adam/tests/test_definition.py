@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from stepstack_fused_adam import _torch
-from stepstack_fused_adam._definition import Scalars, Stored, adam, first_moment, second_moment, update_, weight
+from stepstack_fused_adam._definition import Scalars, adam, first_moment, second_moment, update_, weight
 from stepstack_fused_adam._hyperparameters import Hyperparameters
-from stepstack_fused_adam._run import Run
-from stepstack_fused_adam._state import Precision, create, stored
+from stepstack_fused_adam._run import Run, run_of
+from stepstack_fused_adam._state import Precision, create, states_here
+from stepstack_fused_adam._torch import TorchStep
 
 NUMEL = 200
 
@@ -68,11 +69,28 @@ FORMS = {
 }
 
 
-def run_of(form, amsgrad=False):
-    dtype, precision = FORMS[form]
-    param = numbers(0, dtype)
-    (state,) = create([param], precision, amsgrad)
-    return Run(state["step"], stored(param, state))
+class Trained:
+    """A parameter in one of the forms, with its states."""
+
+    def __init__(self, form, amsgrad=False):
+        dtype, precision = FORMS[form]
+        self.param = numbers(0, dtype)
+        (state,) = create([self.param], precision, amsgrad)
+        self.run: Run = run_of(self.param, state["step"], states_here(state))
+
+    def through_definition(self, grad, by, decoupled=True):
+        update_(self.param, grad, self.run.states, self.run.step, by, decoupled)
+
+    def through_torch(self, grad, by):
+        TorchStep([self.run], grad.dtype)([self.param], [grad], by)
+
+    def tensors(self):
+        return [tensor for tensor in (self.param, *self.run.states) if tensor is not None]
+
+    def numbers(self):
+        """(weight, first moment, second moment)."""
+        states = self.run.states
+        return weight(self.param, states), first_moment(states), second_moment(states)
 
 
 def ulps(one, other):
@@ -87,49 +105,49 @@ def ulps(one, other):
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_torch_backend_is_the_definition(form, grad_dtype, amsgrad, decoupled):
-    run, twin = run_of(form, amsgrad), run_of(form, amsgrad)
+    one, other = Trained(form, amsgrad), Trained(form, amsgrad)
     by = Hyperparameters(0.01, 0.9, 0.999, 1e-8, 0.1, decoupled=decoupled, grad_scale=torch.tensor(4.0))
     dtype = torch.float64 if form == "fp64" else torch.float32
     for step in range(1, 4):
         grad = numbers(step, grad_dtype)
-        run.step.fill_(step)
-        twin.step.fill_(step)
-        update_(run.stored, grad.clone(), run.step, by.scalars(dtype, run.device), decoupled)
-        _torch.step_([twin], [grad.clone()], by)
-        for read in (weight, first_moment, second_moment):
-            distance = ulps(read(run.stored), read(twin.stored))
+        for trained in (one, other):
+            trained.run.step.fill_(step)
+        one.through_definition(grad.clone(), by.scalars(dtype, torch.device("cpu")), decoupled)
+        other.through_torch(grad.clone(), by)
+        for a, b in zip(one.numbers(), other.numbers(), strict=True):
+            distance = ulps(a, b)
             assert distance <= 4
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_skip_changes_no_bit_of_any_form(form):
-    run = run_of(form)
+    trained = Trained(form)
     by = scalars(torch.float64 if form == "fp64" else torch.float32)
-    update_(run.stored, numbers(1, torch.float32), torch.tensor(1.0), by, True)
-    before = [None if tensor is None else tensor.clone() for tensor in run.stored]
-    grad = numbers(2, torch.float32)
+    trained.run.step.fill_(1)
+    trained.through_definition(numbers(1), by)
+    before = [tensor.clone() for tensor in trained.tensors()]
+    grad = numbers(2)
     grad[3] = torch.inf
-    update_(run.stored, grad, torch.tensor(1.0), by._replace(skip=torch.ones_like(by.skip)), True)
-    for old, new in zip(before, run.stored, strict=True):
-        assert old is None or torch.equal(old, new)
+    trained.through_definition(grad, by._replace(skip=torch.ones_like(by.skip)))
+    assert all(map(torch.equal, before, trained.tensors()))
 
 
 def test_the_torch_backend_cuts_what_is_large(monkeypatch):
-    run, twin = run_of("bf16 + fp32 master"), run_of("bf16 + fp32 master")
+    whole, cut = Trained("bf16 + fp32 master"), Trained("bf16 + fp32 master")
     by = Hyperparameters(0.01, 0.9, 0.999, 1e-8, 0.1)
-    _torch.step_([run], [numbers(1, torch.bfloat16)], by)
+    for trained in (whole, cut):
+        trained.run.step.fill_(1)
+    whole.through_torch(numbers(1, torch.bfloat16), by)
     monkeypatch.setattr(_torch, "_BATCH", {"cpu": 64})
-    _torch.step_([twin], [numbers(1, torch.bfloat16)], by)
-    for read in (weight, first_moment, second_moment):
-        assert ulps(read(run.stored), read(twin.stored)) <= 1
+    cut.through_torch(numbers(1, torch.bfloat16), by)
+    for a, b in zip(whole.numbers(), cut.numbers(), strict=True):
+        distance = ulps(a, b)
+        assert distance <= 1
 
 
 def test_two_runs_are_the_same_bits():
-    one, other = run_of("block8 moments"), run_of("block8 moments")
-    for run in (one, other):
-        update_(run.stored, numbers(1, torch.bfloat16), torch.tensor(1.0), scalars(torch.float32), True)
-    assert all(torch.equal(a, b) for a, b in zip(one.stored, other.stored, strict=True) if a is not None)
-
-
-def test_stored_is_a_flat_tuple():
-    assert Stored._fields[:3] == ("param", "exp_avg", "exp_avg_sq")
+    one, other = Trained("block8 moments"), Trained("block8 moments")
+    for trained in (one, other):
+        trained.run.step.fill_(1)
+        trained.through_definition(numbers(1, torch.bfloat16), scalars(torch.float32))
+    assert all(map(torch.equal, one.tensors(), other.tensors()))

@@ -107,7 +107,7 @@ def test_steps_in_the_group_are_read():
     params, theirs = parameters(), parameters()
     other = torch.optim.Adam(theirs, lr=0.1, foreach=False)
     train(theirs, other)
-    saved = other.state_dict()
+    saved = copy.deepcopy(other.state_dict())
     for state in saved["state"].values():
         del state["step"]
     saved["param_groups"][0]["step"] = torch.tensor([3], dtype=torch.int32)

@@ -1,5 +1,6 @@
 """Neighbours in memory cost what one tensor does, and stay parameters of their own."""
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -162,8 +163,6 @@ def test_no_memory_moves_after_the_first_step():
 
 
 def test_a_gradient_is_not_kept_alive():
-    import weakref
-
     (param,) = params = [torch.nn.Parameter(torch.zeros(100))]
     optimizer = FusedAdamW(params)
     param.grad = torch.ones(100)
@@ -173,14 +172,55 @@ def test_a_gradient_is_not_kept_alive():
     assert alive() is None
 
 
-def test_a_state_that_was_moved_is_found():
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("replaced", ["object", "data"])
+def test_a_state_that_was_moved_is_found(replaced, kept):
     pieces, twin = Pieces(4), Pieces(4)
     optimizer, reference = FusedAdamW(pieces.params), FusedAdamW(twin.params)
+    old = []
     for seed in range(3):
         pieces.fill(seed)
         twin.fill(seed)
         optimizer.step()
         reference.step()
         state = optimizer.state[pieces.params[1]]
-        state["exp_avg"] = state["exp_avg"].clone()
+        if kept:
+            old.append(state["exp_avg"])
+        if replaced == "object":
+            state["exp_avg"] = state["exp_avg"].clone()
+        else:
+            state["exp_avg"].data = state["exp_avg"].clone()
     assert torch.equal(pieces.flat, twin.flat)
+
+
+def test_a_parameter_that_was_moved_is_found():
+    pieces, twin = Pieces(4), Pieces(4)
+    optimizer, reference = FusedAdamW(pieces.params), FusedAdamW(twin.params)
+    for seed in range(4):
+        pieces.fill(seed)
+        twin.fill(seed)
+        optimizer.step()
+        reference.step()
+        moved = pieces.params[seed]
+        moved.data = moved.detach().clone()
+    assert torch.equal(torch.cat(pieces.params), twin.flat)
+
+
+@pytest.mark.parametrize("master_weights", [None, "fp32"])
+def test_what_moves_elsewhere_leaves_no_memory_behind(master_weights):
+    params = [torch.nn.Parameter(torch.zeros(100, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = FusedAdamW(params, master_weights=master_weights)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    left = [weakref.ref(param.untyped_storage()) for param in params]
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name != "step":
+                left.append(weakref.ref(value.untyped_storage()))
+            state[name] = value.clone()
+    for param in params:
+        param.data = param.data.clone()
+    del param, value
+    assert [reference().nbytes() for reference in left if reference() is not None] == []

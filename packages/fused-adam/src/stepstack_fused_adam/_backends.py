@@ -1,17 +1,24 @@
 """Which backends are here, and which of them takes which run."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam import _compiled, _multi_tensor, _torch
+from stepstack_fused_adam import _compiled, _multi_tensor
+from stepstack_fused_adam._compiled import CompiledStep
 from stepstack_fused_adam._hyperparameters import Hyperparameters
+from stepstack_fused_adam._multi_tensor import KernelStep
 from stepstack_fused_adam._run import Run
+from stepstack_fused_adam._torch import TorchStep, takes
 
-Step = Callable[[Sequence[Run], Sequence[Tensor], Hyperparameters], None]
+# What a backend is: made once for runs of equal dtypes on one device (and the dtype of their gradients), called with
+# the parameters, gradients and numbers of each step.
+Step = Callable[[list[Tensor], list[Tensor], Hyperparameters], None]
+Backend = Callable[[Sequence[Run], torch.dtype], Step]
 
-_KERNELS = ("transformer_engine", "apex")
+_KERNELS: dict[str, Backend] = {name: partial(KernelStep, name) for name in ("transformer_engine", "apex")}
 _NAMES = ("torch", "compiled", *_KERNELS)
 
 # In elements. A compilation takes seconds: below the first it is not worth them, below the second the call is not.
@@ -39,47 +46,55 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend {backend!r} is not here: {reason}. backends() tells which are")
 
 
+def steps_of(
+    backend: str, device: torch.device, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]
+) -> list[tuple[Step, list[int]]]:
+    """What does a step of these runs, all on one device: steps, with the indices of the runs that each takes."""
+    alike: dict[tuple[Backend, object], list[int]] = {}
+    for index, chosen in enumerate(assign(backend, device, runs, grad_dtypes)):
+        alike.setdefault((chosen, (runs[index].dtypes, grad_dtypes[index])), []).append(index)
+    return [
+        (chosen([runs[index] for index in indices], grad_dtypes[indices[0]]), indices)
+        for (chosen, _), indices in alike.items()
+    ]
+
+
 def assign(
     backend: str, device: torch.device, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]
-) -> dict[Step, list[int]]:
-    """The indices of the runs, all on one device, that each backend's step takes."""
-    compiles = _is_worth_compiling(device, runs, grad_dtypes) if backend == "auto" else backend == "compiled"
-    assigned: dict[Step, list[int]] = {}
-    for index, (run, dtype) in enumerate(zip(runs, grad_dtypes, strict=True)):
-        if backend == "auto":
-            step = _automatic(device, run, dtype, compiles)
-        elif backend in _KERNELS:
-            step = _kernels(backend, device, run, dtype)
-        else:
-            step = _compiled.step_ if compiles else _torch.step_
-        assigned.setdefault(step, []).append(index)
-    return assigned
+) -> list[Backend]:
+    """Which backend does each of the runs, all on one device."""
+    cases = list(zip(runs, grad_dtypes, strict=True))
+    if backend == "torch":
+        return [TorchStep] * len(runs)
+    if backend == "compiled":
+        return [CompiledStep] * len(runs)
+    if backend in _KERNELS:
+        return [_kernels(backend, device, *case) for case in cases]
+    numel = sum(run.numel for run, dtype in cases if _is_for_compiler(run, dtype))
+    compiles = numel >= _WORTH_COMPILING and _compiled.missing(device) is None
+    return [_automatic(device, *case, compiles) for case in cases]
 
 
-def _automatic(device: torch.device, run: Run, grad_dtype: torch.dtype, compiles: bool) -> Step:
+def _automatic(device: torch.device, run: Run, grad_dtype: torch.dtype, compiles: bool) -> Backend:
+    if takes(run, grad_dtype):
+        return TorchStep
     if compiles and _is_for_compiler(run, grad_dtype):
-        return _compiled.step_
-    if not _torch.takes(run, grad_dtype):
-        for name in _KERNELS:
-            if _multi_tensor.loaded(name) and not _unfit(name, device, run, grad_dtype):
-                return _multi_tensor.step_of(name)
-    return _torch.step_
+        return CompiledStep
+    for name in _KERNELS:
+        if _multi_tensor.loaded(name) and not _unfit(name, device, run, grad_dtype):
+            return _KERNELS[name]
+    return TorchStep
 
 
-def _kernels(backend: str, device: torch.device, run: Run, grad_dtype: torch.dtype) -> Step:
+def _kernels(backend: str, device: torch.device, run: Run, grad_dtype: torch.dtype) -> Backend:
     if reason := _unfit(backend, device, run, grad_dtype):
         raise ValueError(f"backend {backend!r} does not do this step: {reason}; backend='auto' does")
-    return _multi_tensor.step_of(backend)
+    return _KERNELS[backend]
 
 
 def _unfit(backend: str, device: torch.device, run: Run, grad_dtype: torch.dtype) -> str | None:
     return _multi_tensor.missing(backend, device) or _multi_tensor.refuses(backend, run, grad_dtype)
 
 
-def _is_worth_compiling(device: torch.device, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]) -> bool:
-    large = [run for run, dtype in zip(runs, grad_dtypes, strict=True) if _is_for_compiler(run, dtype)]
-    return sum(run.numel for run in large) >= _WORTH_COMPILING and _compiled.missing(device) is None
-
-
 def _is_for_compiler(run: Run, grad_dtype: torch.dtype) -> bool:
-    return run.numel >= _WORTH_CALLING and not _torch.takes(run, grad_dtype)
+    return run.numel >= _WORTH_CALLING and not takes(run, grad_dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam._run import Run, dense_like, is_dense, same_order
+from stepstack_fused_adam._run import Run, is_dense, same_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -32,35 +32,34 @@ def check_grad(grad: Tensor, param: Tensor, name: str) -> None:
 
 def check_states(run: Run, name: str) -> None:
     """Raise ValueError unless the states fit their parameter."""
-    stored = run.stored
-    expected = dense_like(stored.param)
+    states = run.states
     plain = (
-        stored.exp_avg.dtype in FLOATS or stored.exp_avg_scale is not None,
-        stored.exp_avg_sq.dtype in FLOATS or stored.exp_avg_sq_scale is not None,
-        stored.max_exp_avg_sq is None or stored.max_exp_avg_sq.dtype in FLOATS,
-        stored.master is None or (stored.master.dtype == torch.float32 and stored.param.dtype.itemsize == 2),
+        states.exp_avg.dtype in FLOATS or states.exp_avg_scale is not None,
+        states.exp_avg_sq.dtype in FLOATS or states.exp_avg_sq_scale is not None,
+        states.max_exp_avg_sq is None or states.max_exp_avg_sq.dtype in FLOATS,
+        states.master is None or (states.master.dtype == torch.float32 and run.dtype.itemsize == 2),
     )
     if not all(plain):
-        dtypes = [tensor.dtype for tensor in stored[1:] if tensor is not None]
+        dtypes = [tensor.dtype for tensor in states if tensor is not None]
         raise ValueError(
-            f"the states of {name}, {stored.param.dtype}, have dtypes {dtypes}; moments "
-            "are fp32, bf16, fp16 or fp64, a master weight is fp32 and belongs to a parameter of 16 bits"
+            f"the states of {name}, {run.dtype}, have dtypes {dtypes}; moments are fp32, bf16, fp16 or fp64, "
+            "a master weight is fp32 and belongs to a parameter of 16 bits"
         )
-    for kind, tensor in zip(stored._fields[1:7], stored[1:7], strict=True):
-        if tensor is None:
+    for kind, tensor in states._asdict().items():
+        if tensor is None or kind.endswith("_scale"):
             continue
-        if tensor.shape != expected.shape or tensor.device != stored.param.device:
+        if tensor.shape != run.shape.shape or tensor.device != run.device:
             raise ValueError(
                 f"{kind} of {name} is {tuple(tensor.shape)} on {tensor.device}, "
-                f"its parameter {tuple(expected.shape)} on {stored.param.device}"
+                f"its parameter {tuple(run.shape.shape)} on {run.device}"
             )
-        if not is_dense(tensor) or not same_order(expected, tensor):
+        if not is_dense(tensor) or not same_order(run.shape, tensor):
             raise ValueError(
                 f"{kind} of {name} has strides {tensor.stride()}; in the order of its parameter they are "
-                f"{expected.stride()}"
+                f"{run.shape.stride()}"
             )
-    if run.step.shape != () or run.step.dtype != torch.float32 or run.step.device != stored.param.device:
+    if run.step.shape != () or run.step.dtype != torch.float32 or run.step.device != run.device:
         raise ValueError(
             f"the step of {name} is {run.step.dtype} {tuple(run.step.shape)} on {run.step.device}; "
-            f"a step is 0-d fp32 on the device of its parameter, {stored.param.device}"
+            f"a step is 0-d fp32 on the device of its parameter, {run.device}"
         )

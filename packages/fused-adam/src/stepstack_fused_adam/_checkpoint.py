@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stepstack_fused_adam._definition import Stored, first_moment, narrowed, second_moment, weight
-from stepstack_fused_adam._run import Run, arithmetic, dense_like, flat, is_dense, local
-from stepstack_fused_adam._state import NAMES, State, as_held, stored
+from stepstack_fused_adam._definition import States, first_moment, narrowed, second_moment, weight
+from stepstack_fused_adam._run import arithmetic, dense_like, flat, is_dense, local, run_of
+from stepstack_fused_adam._state import NAMES, State, as_held, states_here
 
 
 def copied_out(mapping: Mapping[str, Any]) -> State:
@@ -20,12 +20,12 @@ def copied_out(mapping: Mapping[str, Any]) -> State:
 
 def saved(param: Tensor, state: State) -> State:
     """A copy of a state in the form that any AdamW reads: codes as the numbers they stand for, master weights whole."""
-    memory = _flat(param, state)
+    here, states = _flat(param, state)
     numbers = {
-        "exp_avg": first_moment(memory),
-        "exp_avg_sq": second_moment(memory),
-        "max_exp_avg_sq": memory.max_exp_avg_sq,
-        "master_param": weight(memory) if _has_master(memory) else None,
+        "exp_avg": first_moment(states),
+        "exp_avg_sq": second_moment(states),
+        "max_exp_avg_sq": states.max_exp_avg_sq,
+        "master_param": weight(here, states) if _has_master(states) else None,
     }
     copied = copied_out({key: value for key, value in state.items() if key not in NAMES})
     copied |= {key: as_held(key, value.clone(), param) for key, value in numbers.items() if value is not None}
@@ -35,23 +35,23 @@ def saved(param: Tensor, state: State) -> State:
 def copy_in(param: Tensor, state: State, saved_state: Mapping[str, Any], name: str) -> None:
     """Fill all but the step of a state from a saved one; what it is stored as, and where, stays.
 
-    With a remainder, the parameter is written too: it is one half of the master weight.
+    With a remainder, the parameter is written too: it is a part of the master weight.
     """
-    memory = _flat(param, state)
-    from_saved = _has_master(memory) and "master_param" in saved_state
-    new = narrowed(
-        memory,
-        _saved("master_param", param, saved_state, name) if from_saved else memory.param.to(arithmetic(param.dtype)),
+    here, states = _flat(param, state)
+    from_saved = _has_master(states) and "master_param" in saved_state
+    rounded, new = narrowed(
+        states,
+        _saved("master_param", param, saved_state, name) if from_saved else here.to(arithmetic(here.dtype)),
         _saved("exp_avg", param, saved_state, name),
         _saved("exp_avg_sq", param, saved_state, name),
-        None if memory.max_exp_avg_sq is None else _saved("max_exp_avg_sq", param, saved_state, name),
+        None if states.max_exp_avg_sq is None else _saved("max_exp_avg_sq", param, saved_state, name),
     )
-    for old, value in zip(memory[1:], new[1:], strict=True):
+    for old, value in zip(states, new, strict=True):
         if old is not None and value is not None:
             old.copy_(value)
-    if memory.remainder_high is not None:
-        here = local(param.detach())
-        here.copy_(new.param.as_strided(here.shape, dense_like(here).stride()))
+    if states.remainder_high is not None:
+        whole = local(param.detach())
+        whole.copy_(rounded.as_strided(whole.shape, dense_like(whole).stride()))
     for key in saved_state.keys() - {*NAMES, "step"}:
         state[key] = copied_out({key: saved_state[key]})[key]
 
@@ -81,15 +81,15 @@ def taken_over(live: Any, saved_value: Any) -> Any:
     return deepcopy(saved_value)
 
 
-def _has_master(memory: Stored) -> bool:
-    return memory.master is not None or memory.remainder_high is not None
+def _has_master(states: States) -> bool:
+    return states.master is not None or states.remainder_high is not None
 
 
-def _flat(param: Tensor, state: State) -> Stored:
-    memory = stored(param, state)
-    if not is_dense(memory.param):
-        memory = memory._replace(param=memory.param.clone())
-    return Run(state["step"], memory).flat.stored
+def _flat(param: Tensor, state: State) -> tuple[Tensor, States]:
+    """Both with one dim, in the order of the parameter."""
+    here = local(param.detach())
+    run = run_of(here, state["step"], states_here(state))
+    return flat(here if is_dense(here) else here.clone(), run.numel), run.flat.states
 
 
 def _saved(key: str, param: Tensor, saved_state: Mapping[str, Any], name: str) -> Tensor:

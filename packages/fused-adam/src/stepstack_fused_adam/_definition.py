@@ -8,14 +8,13 @@ from torch import Tensor
 from stepstack_fused_adam import _block8, _remainder
 
 
-class Stored(NamedTuple):
-    """What lies in memory for some parameters: tensors of one shape, but for the scales.
+class States(NamedTuple):
+    """What is kept for some parameters: tensors of their shape, but for the scales.
 
-    The master is the fp32 weight of which the parameter is the rounded copy; with a remainder, that weight is the two
-    joined (`_remainder`). Moments with a scale are in codes (`_block8`).
+    The master is the fp32 weight of which the parameter is the rounded copy; with a remainder, that weight is the
+    parameter and its remainder joined (`_remainder`). Moments with a scale are in codes (`_block8`).
     """
 
-    param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
@@ -64,57 +63,58 @@ def adam(
     return theta, m, v, v_max
 
 
-def update_(stored: Stored, grad: Tensor, t: Tensor, by: Scalars, decoupled: bool) -> None:
-    """`adam` on what is stored, in place: read, computed in the dtype of the scalars, rounded once.
+def update_(param: Tensor, grad: Tensor, states: States, t: Tensor, by: Scalars, decoupled: bool) -> None:
+    """`adam` in place: read in any form, computed in the dtype of the scalars, rounded once.
 
     A skip is a select over every write, so the flag is never read by the host.
     """
     dtype = by.lr.dtype
-    maximum = stored.max_exp_avg_sq
+    maximum = states.max_exp_avg_sq
     theta, m, v, v_max = adam(
-        weight(stored).to(dtype),
+        weight(param, states).to(dtype),
         grad.to(dtype),
-        first_moment(stored).to(dtype),
-        second_moment(stored).to(dtype),
+        first_moment(states).to(dtype),
+        second_moment(states).to(dtype),
         None if maximum is None else maximum.to(dtype),
         t.to(dtype),
         by,
         decoupled,
     )
     skip = by.skip != 0
-    for old, new in zip(stored, narrowed(stored, theta, m, v, v_max), strict=True):
+    new_param, new_states = narrowed(states, theta, m, v, v_max)
+    for old, new in zip((param, *states), (new_param, *new_states), strict=True):
         if old is not None and new is not None:
             # Chosen before it is rounded: rounding the old number again gives it back, and one dtype is vectorised.
             old.copy_(torch.where(skip, old.to(new.dtype), new))
 
 
-def weight(stored: Stored) -> Tensor:
+def weight(param: Tensor, states: States) -> Tensor:
     """What the arithmetic moves: the master weight where there is one, else the parameter."""
-    if stored.remainder_high is not None and stored.remainder_low is not None:
-        return _remainder.join(stored.param, stored.remainder_high, stored.remainder_low)
-    return stored.param if stored.master is None else stored.master
+    if states.remainder_high is not None and states.remainder_low is not None:
+        return _remainder.join(param, states.remainder_high, states.remainder_low)
+    return param if states.master is None else states.master
 
 
-def first_moment(stored: Stored) -> Tensor:
+def first_moment(states: States) -> Tensor:
     """exp_avg in a floating dtype."""
-    if stored.exp_avg_scale is None:
-        return stored.exp_avg
-    return _block8.decode_first(stored.exp_avg, stored.exp_avg_scale)
+    if states.exp_avg_scale is None:
+        return states.exp_avg
+    return _block8.decode_first(states.exp_avg, states.exp_avg_scale)
 
 
-def second_moment(stored: Stored) -> Tensor:
+def second_moment(states: States) -> Tensor:
     """exp_avg_sq in a floating dtype."""
-    if stored.exp_avg_sq_scale is None:
-        return stored.exp_avg_sq
-    return _block8.decode_second(stored.exp_avg_sq, stored.exp_avg_sq_scale)
+    if states.exp_avg_sq_scale is None:
+        return states.exp_avg_sq
+    return _block8.decode_second(states.exp_avg_sq, states.exp_avg_sq_scale)
 
 
-def narrowed(stored: Stored, theta: Tensor, m: Tensor, v: Tensor, v_max: Tensor | None) -> Stored:
-    """The numbers that `stored` is to have, not yet rounded to its dtypes."""
-    param, high, low = (theta, None, None) if stored.remainder_high is None else _remainder.split(theta)
-    exp_avg, exp_avg_scale = (m, None) if stored.exp_avg_scale is None else _block8.encode_first(m)
-    exp_avg_sq, exp_avg_sq_scale = (v, None) if stored.exp_avg_sq_scale is None else _block8.encode_second(v)
-    return Stored(param, exp_avg, exp_avg_sq, v_max, theta, high, low, exp_avg_scale, exp_avg_sq_scale)
+def narrowed(states: States, theta: Tensor, m: Tensor, v: Tensor, v_max: Tensor | None) -> tuple[Tensor, States]:
+    """The numbers that a parameter and `states` are to have, not yet rounded to their dtypes."""
+    param, high, low = (theta, None, None) if states.remainder_high is None else _remainder.split(theta)
+    exp_avg, exp_avg_scale = (m, None) if states.exp_avg_scale is None else _block8.encode_first(m)
+    exp_avg_sq, exp_avg_sq_scale = (v, None) if states.exp_avg_sq_scale is None else _block8.encode_second(v)
+    return param, States(exp_avg, exp_avg_sq, v_max, theta, high, low, exp_avg_scale, exp_avg_sq_scale)
 
 
 def _correction(alpha: Tensor, t: Tensor) -> Tensor:

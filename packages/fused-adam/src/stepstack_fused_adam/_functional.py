@@ -7,10 +7,10 @@ from torch import Tensor
 
 from stepstack_fused_adam._backends import check_backend
 from stepstack_fused_adam._border import check_grad, check_param, check_states
-from stepstack_fused_adam._definition import Stored
+from stepstack_fused_adam._definition import States
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
 from stepstack_fused_adam._plan import Plan
-from stepstack_fused_adam._run import Run
+from stepstack_fused_adam._run import run_of
 
 
 @torch.no_grad()
@@ -57,13 +57,13 @@ def adamw_(
     optional = [[None] * len(params) if tensors is None else tensors for tensors in (max_exp_avg_sqs, masters)]
     if any(len(tensors) != len(params) for tensors in (*lists, *optional)):
         raise ValueError(f"adamw_ wants lists of one length, not {[len(tensors) for tensors in (*lists, *optional)]}")
-    all_stored = map(Stored, params, exp_avgs, exp_avg_sqs, *optional)
-    members = [Run(step, stored) for step, stored in zip(steps, all_stored, strict=True)]
-    for index, (member, grad) in enumerate(zip(members, grads, strict=True)):
-        check_param(member.stored.param, f"parameter {index}")
-        check_grad(grad, member.stored.param, f"parameter {index}")
+    all_states = map(States, exp_avgs, exp_avg_sqs, *optional)
+    members = [run_of(*tensors) for tensors in zip(params, steps, all_states, strict=True)]
+    for index, (member, param, grad) in enumerate(zip(members, params, grads, strict=True)):
+        check_param(param, f"parameter {index}")
+        check_grad(grad, param, f"parameter {index}")
         check_states(member, f"parameter {index}")
     scale, skip = contract(grad_scale, found_inf)
     by = Hyperparameters(lr, *betas, eps, weight_decay, maximize=maximize, grad_scale=scale, skip=skip)
-    Plan(members, grads, backend).step_(grads, by)
+    Plan(members, params, grads, backend).step_(params, grads, by)
     torch.autograd.graph.increment_version(params)  # not every backend tells autograd

@@ -1,6 +1,8 @@
 """What a step is told besides its tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,22 @@ class Hyperparameters:
     bias_correction: bool = True
     grad_scale: Tensor | None = None
     skip: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, group: Mapping[str, Any], grad_scale: Tensor | None = None, skip: Tensor | None = None
+    ) -> "Hyperparameters":
+        """Those of a parameter group."""
+        names = ("lr", "eps", "weight_decay", "maximize", "bias_correction")
+        beta1, beta2 = group["betas"]
+        return cls(
+            beta1=beta1,
+            beta2=beta2,
+            decoupled=group["decoupled_weight_decay"],
+            grad_scale=grad_scale,
+            skip=skip,
+            **{name: group[name] for name in names},
+        )
 
     def on(self, device: torch.device) -> "Hyperparameters":
         """With its tensors on a device, as 0-d; a number that lives on the CPU may stay there."""

@@ -3,15 +3,15 @@
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam import _torch
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, flat
+from stepstack_fused_adam._torch import Tensors, TorchStep
 
 # By backend: what to import, the last of which has the kernels, and the dtypes of moments that those take.
 _MODULES = {"apex": ("amp_C",), "transformer_engine": ("transformer_engine.pytorch", "transformer_engine_torch")}
@@ -51,59 +51,65 @@ def missing(backend: str, device: torch.device) -> str | None:
 
 def refuses(backend: str, run: Run, grad_dtype: torch.dtype) -> str | None:
     """What about a run the kernels of a backend do not do, or None."""
-    stored = run.stored
-    if stored.max_exp_avg_sq is not None:
+    states = run.states
+    if states.max_exp_avg_sq is not None:
         return "amsgrad"
-    if stored.param.dtype not in _PARAMS:
-        return f"parameters of {stored.param.dtype}"
-    if stored.remainder_high is not None:
+    if run.dtype not in _PARAMS:
+        return f"parameters of {run.dtype}"
+    if states.remainder_high is not None:
         return "master weights as remainders"
-    if grad_dtype != stored.param.dtype:
-        return f"gradients of {grad_dtype} for parameters of {stored.param.dtype}"
-    if stored.exp_avg.dtype != stored.exp_avg_sq.dtype or stored.exp_avg.dtype not in _MOMENTS[backend]:
-        return f"moments of {stored.exp_avg.dtype} and {stored.exp_avg_sq.dtype}"
+    if grad_dtype != run.dtype:
+        return f"gradients of {grad_dtype} for parameters of {run.dtype}"
+    if states.exp_avg.dtype != states.exp_avg_sq.dtype or states.exp_avg.dtype not in _MOMENTS[backend]:
+        return f"moments of {states.exp_avg.dtype} and {states.exp_avg_sq.dtype}"
     return None
 
 
-def step_of(backend: str) -> Callable[[Sequence[Run], Sequence[Tensor], Hyperparameters], None]:
-    """One step of runs on one device: a call for each step tensor and set of dtypes."""
-    return _APEX if backend == "apex" else _TRANSFORMER_ENGINE
+class KernelStep:
+    """A step of runs of equal dtypes on one device, a call for each step tensor.
 
+    Numbers in tensors, which the kernels do not read, go through torch.
+    """
 
-def _step_(backend: str, runs: Sequence[Run], grads: Sequence[Tensor], by: Hyperparameters) -> None:
-    found = kernels(backend)
-    if isinstance(found, str):
-        raise RuntimeError(f"the kernels of {backend} are gone: {found}")
-    if any(isinstance(number, Tensor) for number in (by.beta1, by.beta2, by.weight_decay)):
-        _torch.step_(runs, grads, by)  # the kernels take those as floats, for which the host would have to wait
-        return
-    alike: dict[object, list[tuple[Run, Tensor]]] = defaultdict(list)
-    for run, grad in zip(runs, grads, strict=True):
-        alike[id(run.step), run.dtypes].append((run, grad))
-    device = runs[0].device
-    lr, skip, inverse_scale = _on_device(by, device)
-    for batch in alike.values():
-        lists = [[flat(grad, run.numel) for run, grad in batch]]
-        for name in ("param", "exp_avg", "exp_avg_sq", "master"):
-            column = [getattr(run.flat.stored, name) for run, _ in batch]
-            if column[0] is not None:
-                lists.append(column)
-        kernel = found[len(lists) == 5]
-        step = batch[0][0].step.to(torch.int32).reshape(1)
-        kernel(
-            _CHUNK,
-            skip,
-            lists,
-            lr,
-            by.beta1,
-            by.beta2,
-            by.eps,
-            step,
-            int(by.decoupled),
-            int(by.bias_correction),
-            by.weight_decay,
-            inverse_scale,
-        )
+    def __init__(self, backend: str, runs: Sequence[Run], grad_dtype: torch.dtype) -> None:
+        found = kernels(backend)
+        if isinstance(found, str):
+            raise RuntimeError(f"the kernels of {backend} are gone: {found}")
+        names = ["exp_avg", "exp_avg_sq", "master"][: 2 if runs[0].states.master is None else 3]
+        self._kernel = found[len(names) == 3]
+        self._runs = runs
+        self._through_torch = TorchStep(runs, grad_dtype)
+        counted_alike: dict[int, list[int]] = defaultdict(list)
+        for index, run in enumerate(runs):
+            counted_alike[id(run.step)].append(index)
+        self._calls = [
+            (indices, [[getattr(runs[index].flat.states, name) for index in indices] for name in names])
+            for indices in counted_alike.values()
+        ]
+
+    def __call__(self, params: Tensors, grads: Tensors, by: Hyperparameters) -> None:
+        if any(isinstance(number, Tensor) for number in (by.beta1, by.beta2, by.weight_decay)):
+            self._through_torch(params, grads, by)
+            return
+        lr, skip, inverse_scale = _on_device(by, self._runs[0].device)
+        for indices, states in self._calls:
+            flats = [
+                [flat(tensors[index], self._runs[index].numel) for index in indices] for tensors in (grads, params)
+            ]
+            self._kernel(
+                _CHUNK,
+                skip,
+                [*flats, *states],
+                lr,
+                by.beta1,
+                by.beta2,
+                by.eps,
+                self._runs[indices[0]].step.to(torch.int32).reshape(1),
+                int(by.decoupled),
+                int(by.bias_correction),
+                by.weight_decay,
+                inverse_scale,
+            )
 
 
 def _on_device(by: Hyperparameters, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +117,3 @@ def _on_device(by: Hyperparameters, device: torch.device) -> tuple[Tensor, Tenso
     scalars = by.scalars(torch.float32, device)
     skip = scalars.skip.to(torch.int32).reshape(1)
     return scalars.lr.reshape(1), skip, scalars.divisor.double().reciprocal().float().reshape(1)
-
-
-_APEX = partial(_step_, "apex")
-_TRANSFORMER_ENGINE = partial(_step_, "transformer_engine")

@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from stepstack_fused_adam._backends import check_backend
 from stepstack_fused_adam._border import check_grad, check_param, check_states
 from stepstack_fused_adam._checkpoint import copied_out, copy_in, saved, set_counts, taken_over
+from stepstack_fused_adam._gradients import with_gradients
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
-from stepstack_fused_adam._plan import Plan, layout
-from stepstack_fused_adam._run import Run, local
-from stepstack_fused_adam._state import Precision, State, count_apart, create, refresh, stored
+from stepstack_fused_adam._plan import Plan
+from stepstack_fused_adam._plans import Plans
+from stepstack_fused_adam._run import Run, local, run_of
+from stepstack_fused_adam._state import Precision, State, count_apart, create, refresh, states_here
 from stepstack_fused_adam._warm_up import compile_ahead
 
 # Of a parameter group: how torch would run the step. They say nothing here, and a checkpoint does not change them.
@@ -87,7 +89,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._precision = Precision(master_weights, exp_avg_dtype, exp_avg_sq_dtype)
         self._bias_correction = bias_correction
         self._backend = backend
-        self._plans: dict[int, tuple[object, list[object], Plan]] = {}
+        self._plans = Plans()
         super().__init__(
             params,
             lr,
@@ -121,15 +123,14 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        contracted = contract(_whole(getattr(self, "grad_scale", None)), _whole(getattr(self, "found_inf", None)))
-        for index, group in enumerate(self.param_groups):
-            grads = [_gradient(param) for param in group["params"]]
-            if any(grad is not None for grad in grads):
-                plan = self._plan(index, grads)
-                plan.step_([grad for grad in grads if grad is not None], _numbers(group, *contracted))
-                # Not every backend tells autograd that the weights of an earlier forward are gone.
-                params = zip(group["params"], grads, strict=True)
-                torch.autograd.graph.increment_version([param for param, grad in params if grad is not None])
+        scale, skip = contract(_whole(getattr(self, "grad_scale", None)), _whole(getattr(self, "found_inf", None)))
+        self._plans.check(self.state.values())
+        new_plans = [
+            self._step_group(index, Hyperparameters.of(group, scale, skip))
+            for index, group in enumerate(self.param_groups)
+        ]
+        if any(new_plans):
+            self._plans.remember(self.state.values())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -165,7 +166,7 @@ class FusedAdamW(torch.optim.AdamW):
                 self._precision,
                 group["amsgrad"],
                 self._backend,
-                _numbers(group, None, None),
+                Hyperparameters.of(group),
             )
 
     @torch.no_grad()
@@ -222,7 +223,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_precision", "_bias_correction", "_backend", "_decoupled")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_plans": {}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_plans": Plans()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -232,34 +233,34 @@ class FusedAdamW(torch.optim.AdamW):
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
-    def _plan(self, index: int, grads: list[Tensor | None]) -> Plan:
-        """The plan of a group: the last one, if everything is still where it was."""
-        params = self.param_groups[index]["params"]
-        laid_out, _ = layout(params, grads, [self.state.get(param) for param in params])
-        live = [grad for grad in grads if grad is not None]
-        if index in self._plans:
-            planned, _, plan = self._plans[index]
-            if planned == laid_out and plan.holds(live):
-                return plan
-        plan = Plan(self._begun(index, grads), live, self._backend)
-        self._plans[index] = (*layout(params, grads, [self.state.get(param) for param in params]), plan)
-        return plan
+    def _step_group(self, index: int, by: Hyperparameters) -> bool:
+        """Whether it took a new plan."""
+        params, here, grads = with_gradients(self.param_groups[index]["params"])
+        if not params:
+            return False
+        plan = known = self._plans.get(index, params, here, grads)
+        if plan is None:
+            plan = Plan(self._members(index, params, here, grads), here, grads, self._backend)
+            self._plans.put(index, params, plan)
+        plan.step_(here, grads, by)
+        # Not every backend tells autograd that the weights of an earlier forward are gone.
+        torch.autograd.graph.increment_version(params)
+        return known is None
 
-    def _begun(self, index: int, grads: list[Tensor | None]) -> list[Run]:
-        """The parameters with gradients and their states, new ones if need be; the others keep their step count."""
+    def _members(self, index: int, params: list[Tensor], here: list[Tensor], grads: list[Tensor]) -> list[Run]:
+        """The states of the parameters with gradients, new ones if need be; the others keep their step count."""
         group = self.param_groups[index]
-        present = {place: grad for place, grad in enumerate(grads) if grad is not None}
-        params = {place: group["params"][place] for place in present}
-        names = {place: _name(index, group, place) for place in present}
-        for place, grad in present.items():
-            check_grad(grad, local(params[place]), names[place])
-        self._create(list(params.values()), group["amsgrad"])
-        states = {place: self.state[param] for place, param in params.items()}
-        count_apart([self.state[param] for param in group["params"] if self.state.get(param)], states.values())
-        runs = {place: Run(state["step"], stored(params[place], state)) for place, state in states.items()}
-        for place, run in runs.items():
-            check_states(run, names[place])
-        return list(runs.values())
+        place = {id(param): place for place, param in enumerate(group["params"])}
+        names = [_name(index, group, place[id(param)]) for param in params]
+        for param, grad, name in zip(here, grads, names, strict=True):
+            check_grad(grad, param, name)
+        self._create(params, group["amsgrad"])
+        states = [self.state[param] for param in params]
+        count_apart([self.state[param] for param in group["params"] if self.state.get(param)], states)
+        members = [run_of(param, state["step"], states_here(state)) for param, state in zip(here, states, strict=True)]
+        for member, name in zip(members, names, strict=True):
+            check_states(member, name)
+        return members
 
     def _create(self, params: list[Tensor], amsgrad: bool) -> None:
         new = [param for param in params if not self.state.get(param)]
@@ -279,34 +280,6 @@ class FusedAdamW(torch.optim.AdamW):
         for place, param in enumerate(group["params"]):
             if place not in loaded:
                 self.state.pop(param, None)
-
-
-def _numbers(group: dict[str, Any], grad_scale: Tensor | None, skip: Tensor | None) -> Hyperparameters:
-    beta1, beta2 = group["betas"]
-    return Hyperparameters(
-        group["lr"],
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        decoupled=group["decoupled_weight_decay"],
-        maximize=group["maximize"],
-        bias_correction=group["bias_correction"],
-        grad_scale=grad_scale,
-        skip=skip,
-    )
-
-
-def _gradient(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, as far as this rank holds it."""
-    grad: Tensor | None = param.grad
-    if grad is None:
-        grad = getattr(param, "decoupled_grad", None)
-    if isinstance(grad, DTensor):
-        if isinstance(param, DTensor) and grad.placements != param.placements:
-            grad = grad.redistribute(param.device_mesh, param.placements)
-        grad = local(grad)
-    return grad
 
 
 def _name(index: int, group: dict[str, Any], place: int) -> str:

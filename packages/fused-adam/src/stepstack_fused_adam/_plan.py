@@ -1,47 +1,53 @@
-"""Which runs a step consists of, and where each finds its gradient. Made once, used until the memory moves."""
+"""Which runs a step consists of, and where each finds its memory. Made once, used until something moves."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam._backends import Step, assign
+from stepstack_fused_adam._backends import Step, steps_of
 from stepstack_fused_adam._hyperparameters import Hyperparameters
-from stepstack_fused_adam._run import Run, is_dense, local, same_order, stretches
+from stepstack_fused_adam._run import Run, flat, is_dense, same_order, stretches
 
 
 class Plan:
     """The runs of parameters that share their hyper-parameters. Adjacent ones with one step tensor are one run.
 
-    It holds no gradient: `step_` gets those, in the order of `members`. Their dtypes, shapes and strides are those
-    that the plan was made with; where they lie may change as long as `holds` says so.
+    It holds states, but neither parameters nor gradients: `step_` gets those, in the order of `members`. They may lie
+    elsewhere each time, as long as `fits` says so.
     """
 
-    def __init__(self, members: Sequence[Run], grads: Sequence[Tensor], backend: str) -> None:
-        self.members = members
-        self._counts = _step_tensors(members)
-        self._detours: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, members: Sequence[Run], params: Sequence[Tensor], grads: Sequence[Tensor], backend: str) -> None:
         self._neighbours: list[tuple[int, int]] = []
-        on_device: dict[torch.device, list[_Sourced]] = defaultdict(list)
-        for sourced in self._joined(members, grads):
-            on_device[sourced.run.device].append(sourced)
-        self._work: list[tuple[torch.device, Step, list[_Sourced]]] = []
-        for device, here in on_device.items():
-            dtypes = [grads[sourced.index].dtype for sourced in here]
-            assigned = assign(backend, device, [sourced.run for sourced in here], dtypes)
-            self._work += [(device, step, [here[place] for place in places]) for step, places in assigned.items()]
-        self._distances = self._between(grads)
+        placed = self._joined(members, params, grads)
+        self._layouts = _layouts(params), _layouts(grads)
+        self._distances = self._between(params), self._between(grads)
+        self._flat = [one for one in placed if one.flat]
+        self._counts = _step_tensors(members)
+        self._work: list[tuple[torch.device, Step, list[_Placed]]] = []
+        for device in self._counts:
+            here = [one for one in placed if one.run.device == device]
+            dtypes = [grads[one.index].dtype for one in here]
+            for step, places in steps_of(backend, device, [one.run for one in here], dtypes):
+                self._work.append((device, step, [here[place] for place in places]))
 
-    def holds(self, grads: Sequence[Tensor]) -> bool:
-        """Whether the gradients of neighbours lie to one another as they did."""
-        return self._between(grads) == self._distances and all(
-            sourced.fits(grads) for _, _, here in self._work for sourced in here
+    def fits(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Whether all is laid out as it was, and neighbours lie to one another as they did."""
+        try:
+            layouts = _layouts(params), _layouts(grads)
+        except RuntimeError:  # a sparse gradient has no strides
+            return False
+        return (
+            layouts == self._layouts
+            and (self._between(params), self._between(grads)) == self._distances
+            and all(one.lies_within(params) and one.lies_within(grads) for one in self._flat)
         )
 
-    def step_(self, grads: Sequence[Tensor], by: Hyperparameters) -> None:
+    def step_(self, params: Sequence[Tensor], grads: Sequence[Tensor], by: Hyperparameters) -> None:
         """One step of all members, their counts included."""
         on = {device: by.on(device) for device in self._counts}
         for device, counts in self._counts.items():
@@ -50,76 +56,79 @@ class Plan:
                 torch._foreach_add_(counts, 1)
             else:
                 torch._foreach_add_(counts, [1 - skip] * len(counts))  # as a list: one tensor would be read by the host
-        for holed, dense in self._detours:
-            dense.copy_(holed)
-        for device, step, here in self._work:
-            step([sourced.run for sourced in here], [sourced.gradient(grads) for sourced in here], on[device])
-        for holed, dense in self._detours:
-            holed.copy_(dense)
+        for device, step, placed in self._work:
+            moved = [one.param(params) for one in placed]
+            step(moved, [one.gradient(grads) for one in placed], on[device])
+            for one, param in zip(placed, moved, strict=True):
+                if one.holed:
+                    params[one.index].copy_(param)
 
-    def _joined(self, members: Sequence[Run], grads: Sequence[Tensor]) -> "list[_Sourced]":
-        found: list[_Sourced] = []
+    def _joined(self, members: Sequence[Run], params: Sequence[Tensor], grads: Sequence[Tensor]) -> "list[_Placed]":
+        found: list[_Placed] = []
         counted_alike: dict[int, list[int]] = defaultdict(list)
-        for index, (member, grad) in enumerate(zip(members, grads, strict=True)):
-            if not is_dense(member.stored.param):
-                dense = torch.empty_like(member.stored.param)
-                self._detours.append((member.stored.param, dense))
-                found.append(_Sourced(Run(member.step, member.stored._replace(param=dense)), index, reordered=True))
-            elif not is_dense(grad) or not same_order(member.stored.param, grad):
-                found.append(_Sourced(member, index, reordered=True))
+        for index, (member, param, grad) in enumerate(zip(members, params, grads, strict=True)):
+            if not is_dense(param):
+                found.append(_Placed(member, index, holed=True, reordered=True))
+            elif not is_dense(grad) or not same_order(param, grad):
+                found.append(_Placed(member, index, reordered=True))
             elif member.numel:
                 counted_alike[id(member.step)].append(index)
         for indices in counted_alike.values():
-            for stretch in stretches([members[index].stored for index in indices]):
+            memory = [(params[index], *members[index].states) for index in indices]
+            for stretch in stretches(memory):
                 self._neighbours += pairwise(indices[place] for place in stretch)
-            for stretch in stretches([(*members[index].stored, grads[index]) for index in indices]):
-                found.append(_together([indices[place] for place in stretch], members, grads))
-        return sorted(found, key=lambda sourced: sourced.index)  # addresses differ from run to run
+            with_grads = [(*tensors, grads[index]) for tensors, index in zip(memory, indices, strict=True)]
+            found += [
+                _together([indices[place] for place in stretch], members, params, grads)
+                for stretch in stretches(with_grads)
+            ]
+        return sorted(found, key=attrgetter("index"))  # addresses differ from run to run
 
-    def _between(self, grads: Sequence[Tensor]) -> list[int]:
-        return [grads[later].data_ptr() - grads[earlier].data_ptr() for earlier, later in self._neighbours]
-
-
-def layout(
-    params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[Mapping[str, object] | None]
-) -> tuple[object, list[object]]:
-    """Where parameters and states lie, and how gradients are laid out. And the objects whose ids it has, to be kept."""
-    kept = [value for state in states if state for value in state.values()]
-    return (
-        [(param.data_ptr(), param.stride()) for param in map(local, params)],
-        [None if grad is None else (grad.layout, grad.dtype, grad.shape, *_strides(grad)) for grad in grads],
-        list(map(id, kept)),
-    ), kept
+    def _between(self, tensors: Sequence[Tensor]) -> list[int]:
+        if not self._neighbours:
+            return []
+        addresses = list(map(Tensor.data_ptr, tensors))
+        return [addresses[later] - addresses[earlier] for earlier, later in self._neighbours]
 
 
 @dataclass(frozen=True)
-class _Sourced:
-    """A run whose gradient is the one at an index, or starts with it."""
+class _Placed:
+    """A run whose parameter and gradient are those at an index, or start with them if it is `flat`."""
 
     run: Run
     index: int
     flat: bool = False
+    holed: bool = False
     reordered: bool = False
 
-    def fits(self, grads: Sequence[Tensor]) -> bool:
-        grad = grads[self.index]
-        end = grad.storage_offset() + self.run.numel
-        return not self.flat or end * grad.itemsize <= grad.untyped_storage().nbytes()
+    def lies_within(self, tensors: Sequence[Tensor]) -> bool:
+        tensor = tensors[self.index]
+        end = int(tensor.storage_offset()) + self.run.numel
+        return end * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+    def param(self, params: Sequence[Tensor]) -> Tensor:
+        param = params[self.index]
+        if self.flat:
+            return flat(param, self.run.numel)
+        return torch.empty_like(param).copy_(param) if self.holed else param
 
     def gradient(self, grads: Sequence[Tensor]) -> Tensor:
         grad = grads[self.index]
         if self.flat:
-            return grad.as_strided((self.run.numel,), (1,))
+            return flat(grad, self.run.numel)
         if self.reordered:
-            return torch.empty_like(self.run.stored.param, dtype=grad.dtype).copy_(grad)
+            ordered = torch.empty_strided(grad.shape, self.run.shape.stride(), dtype=grad.dtype, device=grad.device)
+            return ordered.copy_(grad)
         return grad
 
 
-def _together(indices: list[int], members: Sequence[Run], grads: Sequence[Tensor]) -> _Sourced:
-    first = members[indices[0]]
-    if len(indices) == 1 and first.stored.param.dim() and first.stored.param.stride() == grads[indices[0]].stride():
-        return _Sourced(first, indices[0])
-    return _Sourced(first.extended(sum(members[index].numel for index in indices)), indices[0], flat=True)
+def _together(
+    indices: Sequence[int], members: Sequence[Run], params: Sequence[Tensor], grads: Sequence[Tensor]
+) -> _Placed:
+    first = indices[0]
+    if len(indices) == 1 and params[first].dim() and params[first].stride() == grads[first].stride():
+        return _Placed(members[first], first)
+    return _Placed(members[first].extended(sum(members[index].numel for index in indices)), first, flat=True)
 
 
 def _step_tensors(members: Sequence[Run]) -> dict[torch.device, list[Tensor]]:
@@ -130,5 +139,5 @@ def _step_tensors(members: Sequence[Run]) -> dict[torch.device, list[Tensor]]:
     return {device: list(steps.values()) for device, steps in counts.items()}
 
 
-def _strides(grad: Tensor) -> tuple[int, ...]:
-    return grad.stride() if grad.layout is torch.strided else ()
+def _layouts(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    return list(map(Tensor.stride, tensors)), list(map(attrgetter("dtype"), tensors))

@@ -1,6 +1,6 @@
 """Runs: stretches of memory that a step treats alike."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,34 +11,40 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from stepstack_fused_adam._block8 import blocks
-from stepstack_fused_adam._definition import Stored
+from stepstack_fused_adam._definition import States
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A parameter with its states, or a stretch of adjacent ones, all dense and in one order in memory.
+    """The states of a parameter, or of adjacent ones, all dense and in one order in memory.
 
-    `step` is 0-d fp32, the number of steps that they have made.
+    `shape` is a tensor without memory that is as the parameter: of its shape, strides and dtype. The parameter itself
+    is handed to each step, like the gradient, so that nothing here keeps its memory alive. `step` is 0-d fp32, the
+    number of steps made.
     """
 
+    shape: Tensor
+    device: torch.device
     step: Tensor
-    stored: Stored
+    states: States
 
     @cached_property
     def numel(self) -> int:
-        return self.stored.param.numel()
+        return self.shape.numel()
 
-    @cached_property
-    def device(self) -> torch.device:
-        return self.stored.param.device
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.shape.dtype
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        return tuple(None if tensor is None else tensor.dtype for tensor in self.stored)
+        """Of the parameter and the states."""
+        return (self.dtype, *(None if tensor is None else tensor.dtype for tensor in self.states))
 
     @cached_property
     def floating(self) -> bool:
-        """Whether all of it is stored as floating numbers, none in two halves or as codes."""
+        """Whether all of it is stored as floating numbers, none in parts or as codes."""
         return all(dtype is None or dtype.is_floating_point for dtype in self.dtypes)
 
     @cached_property
@@ -47,23 +53,32 @@ class Run:
         return self.extended(self.numel)
 
     @cached_property
-    def apart(self) -> Stored:
-        """The same memory, flat, as tensors that are nobody's views and start at offset 0."""
-        return _stored(None if tensor is None else from_dlpack(tensor) for tensor in self.flat.stored)
+    def apart(self) -> States:
+        """The states, flat, as tensors that are nobody's views and start at offset 0."""
+        return _states(None if tensor is None else from_dlpack(tensor) for tensor in self.flat.states)
 
     def extended(self, numel: int) -> "Run":
         """The flat run of `numel` elements that starts where this one does."""
-        sized = zip(self.stored, _sizes(numel), strict=True)
-        return Run(self.step, _stored(None if tensor is None else flat(tensor, size) for tensor, size in sized))
+        sized = zip(self.states, _sizes(numel), strict=True)
+        flats = (None if tensor is None else flat(tensor, size) for tensor, size in sized)
+        return Run(self.shape.new_empty(numel), self.device, self.step, _states(flats))
 
     def cut(self, limit: int) -> "list[Run]":
         """Flat runs of at most `limit` elements, in order; a multiple of 64, for the sake of the scales."""
-        parts = -(-self.numel // limit)
+        shapes = torch.split(self.flat.shape, limit)
         columns = [
-            [None] * parts if tensor is None else torch.split(tensor, size)
-            for tensor, size in zip(self.flat.stored, _sizes(limit), strict=True)
+            [None] * len(shapes) if tensor is None else torch.split(tensor, size)
+            for tensor, size in zip(self.flat.states, _sizes(limit), strict=True)
         ]
-        return [Run(self.step, _stored(tensors)) for tensors in zip(*columns, strict=True)]
+        return [
+            Run(shape, self.device, self.step, _states(tensors))
+            for shape, *tensors in zip(shapes, *columns, strict=True)
+        ]
+
+
+def run_of(param: Tensor, step: Tensor, states: States) -> Run:
+    """Of one parameter, on this rank."""
+    return Run(dense_like(param), param.device, step, states)
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -97,7 +112,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def dense_like(tensor: Tensor) -> Tensor:
     """A tensor without memory, dense, in the order of this one; of its own strides if it is dense itself."""
-    return torch.empty_like(tensor, device="meta")
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
 def same_order(one: Tensor, other: Tensor) -> bool:
@@ -105,28 +120,24 @@ def same_order(one: Tensor, other: Tensor) -> bool:
     return all(a == b or size == 1 for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True))
 
 
-def stretches(members: Iterable[Sequence[Tensor | None]]) -> Iterator[list[int]]:
+def stretches(members: Sequence[Sequence[Tensor | None]]) -> list[list[int]]:
     """Indices of the members that lie one after the other in memory, in all of their dense tensors at once."""
-    members = list(members)
-    order = sorted(range(len(members)), key=lambda index: _address(members[index]))
-    stretch = order[:1]
-    for index in order[1:]:
-        if all(map(_follows, members[index], members[stretch[-1]])):
-            stretch.append(index)
+    found: list[list[int]] = []
+    for index in sorted(range(len(members)), key=lambda index: _address(members[index])):
+        if found and all(map(_follows, members[index], members[found[-1][-1]])):
+            found[-1].append(index)
         else:
-            yield stretch
-            stretch = [index]
-    if stretch:
-        yield stretch
+            found.append([index])
+    return found
 
 
-def _stored(tensors: Iterable[Tensor | None]) -> Stored:
-    return Stored(*tensors)  # type: ignore[arg-type]  # made from another: None is where it was there
+def _states(tensors: Iterable[Tensor | None]) -> States:
+    return States(*tensors)  # type: ignore[arg-type]  # made from other states: None is where it was there
 
 
 def _sizes(numel: int) -> tuple[int, ...]:
-    """Of each tensor that is stored for so many elements."""
-    return tuple(blocks(numel) if name.endswith("_scale") else numel for name in Stored._fields)
+    """Of each state of so many elements."""
+    return tuple(blocks(numel) if name.endswith("_scale") else numel for name in States._fields)
 
 
 def _address(member: Sequence[Tensor | None]) -> tuple[str, int, int]:

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam import _block8
-from stepstack_fused_adam._definition import Stored
+from stepstack_fused_adam._definition import States
 from stepstack_fused_adam._run import arithmetic, dense_like, is_dense, local, stretches
 
 State = dict[str, Any]
 
 BLOCK8 = "block8"
-# Of the tensors of a state, in the order of `Stored`. `master_param` is what others call a master weight.
-NAMES = tuple("master_param" if name == "master" else name for name in Stored._fields[1:])
+# Of the tensors of a state, in the order of `States`. `master_param` is what others call a master weight.
+NAMES = tuple("master_param" if name == "master" else name for name in States._fields)
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,10 @@ def refresh(param: Tensor, state: State) -> None:
             local(state[name]).zero_()
 
 
-def stored(param: Tensor, state: State) -> Stored:
-    """A parameter and its states as the step sees them: on this rank."""
+def states_here(state: State) -> States:
+    """A state as the step sees it: on this rank, in aliases."""
     tensors = (state.get(name) for name in NAMES)
-    here = [None if tensor is None else local(tensor) for tensor in tensors]
-    return Stored(local(param.detach()), *here)  # type: ignore[arg-type]  # a state has its moments
+    return States(*(None if tensor is None else local(tensor).detach() for tensor in tensors))  # type: ignore[arg-type]
 
 
 def count_apart(states: Iterable[State], counted: Iterable[State]) -> None:

@@ -1,13 +1,13 @@
 """The backend that is always here: `torch._fused_adam(w)_`, and around it what that cannot do on its own."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam._definition import update_, weight
+from stepstack_fused_adam._definition import update_
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, arithmetic, flat
 
@@ -15,33 +15,129 @@ from stepstack_fused_adam._run import Run, arithmetic, flat
 _BATCH = {"cpu": 2**20}
 _LONG_BATCH = 2**25
 
-_Batch = list[tuple[Run, Tensor]]
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 def takes(run: Run, grad_dtype: torch.dtype) -> bool:
     """Whether torch's kernel does this run as it is, in one pass over memory."""
-    return {*run.dtypes, grad_dtype} - {None} == {run.stored.param.dtype}
+    return {*run.dtypes, grad_dtype} - {None} == {run.dtype}
 
 
-def step_(runs: Sequence[Run], grads: Sequence[Tensor], by: Hyperparameters) -> None:
-    """One step of runs on one device; the number of calls does not grow with the number of runs.
+class TorchStep:
+    """A step of runs of equal dtypes on one device. The number of calls does not grow with the number of runs.
 
-    What the kernel cannot read (codes, remainders, betas in tensors) goes through the definition, run by run.
+    But for what the kernel cannot read (codes, remainders, betas in tensors): that is the definition, run by run.
     """
-    alike: dict[object, _Batch] = defaultdict(list)
-    for run, grad in zip(runs, grads, strict=True):
-        alike[run.dtypes, grad.dtype].append((run, grad))
-    for batch in alike.values():
-        run, grad = batch[0]
-        limit = _BATCH.get(run.device.type, _LONG_BATCH)
-        if not run.floating or not _kernel_reads(by):
-            for piece in _cut(batch, limit):
-                _through_definition_(*piece, by)
-        elif takes(run, grad.dtype):
-            _through_kernel_(batch, by)
+
+    def __init__(self, runs: Sequence[Run], grad_dtype: torch.dtype) -> None:
+        self._runs = runs
+        self._limit = _BATCH.get(runs[0].device.type, _LONG_BATCH)
+        self._one_pass = takes(runs[0], grad_dtype)
+
+    def __call__(self, params: Tensors, grads: Tensors, by: Hyperparameters) -> None:
+        if not self._runs[0].floating or not _kernel_reads(by):
+            for piece in self._pieces:
+                param, grad = self._cut(params, piece), self._cut(grads, piece)
+                _through_definition_(piece.run, param, grad, by)
+        elif self._one_pass:
+            self._whole.step_(params, grads, by)
         else:
-            for packed in _packed(_cut(batch, limit), limit):
-                _through_kernel_(packed, by)
+            for pieces, batch in self._packed:
+                batch.step_(
+                    [self._cut(params, piece) for piece in pieces], [self._cut(grads, piece) for piece in pieces], by
+                )
+
+    def _cut(self, tensors: Tensors, piece: "_Piece") -> Tensor:
+        tensor = tensors[piece.whole]
+        if piece.start is None:
+            return tensor
+        return flat(tensor, self._runs[piece.whole].numel)[piece.start : piece.start + piece.run.numel]
+
+    @cached_property
+    def _whole(self) -> "_Batch":
+        return _Batch(self._runs, self._runs[0].dtype)
+
+    @cached_property
+    def _pieces(self) -> "list[_Piece]":
+        """The runs, cut where they are longer than the limit."""
+        pieces: list[_Piece] = []
+        for index, run in enumerate(self._runs):
+            if run.numel <= self._limit:
+                pieces.append(_Piece(index, None, run))
+            else:
+                pieces += [_Piece(index, place * self._limit, part) for place, part in enumerate(run.cut(self._limit))]
+        return pieces
+
+    @cached_property
+    def _packed(self) -> "list[tuple[list[_Piece], _Batch]]":
+        """Those, several of them together as long as they are no longer than the limit."""
+        packs: list[list[_Piece]] = []
+        room = 0
+        for piece in self._pieces:
+            if piece.run.numel > room:
+                packs.append([])
+                room = self._limit
+            packs[-1].append(piece)
+            room -= piece.run.numel
+        wide = arithmetic(self._runs[0].dtype)
+        return [(pack, _Batch([piece.run for piece in pack], wide)) for pack in packs]
+
+
+class _Piece(NamedTuple):
+    """All of the run at an index, or what starts at an element of it."""
+
+    whole: int
+    start: int | None
+    run: Run
+
+
+class _Batch:
+    """Runs for one call of the kernel, which gets what is not in the wide dtype as copies."""
+
+    def __init__(self, runs: Sequence[Run], wide: torch.dtype) -> None:
+        self._wide = wide
+        self._masters = [run.states.master for run in runs if run.states.master is not None]
+        self._moments = [
+            [run.states.exp_avg for run in runs],
+            [run.states.exp_avg_sq for run in runs],
+            [run.states.max_exp_avg_sq for run in runs if run.states.max_exp_avg_sq is not None],
+        ]
+        self._counts = [run.step for run in runs]
+
+    def step_(self, params: Tensors, grads: Tensors, by: Hyperparameters) -> None:
+        stored = [self._masters or params, *self._moments]
+        weights, exp_avgs, exp_avg_sqs, maxima = copies = [_widened(tensors, self._wide) for tensors in stored]
+        weight_decay = by.weight_decay
+        if isinstance(weight_decay, Tensor):
+            _decay_(weights, by)
+            weight_decay = 0.0
+        counts = self._counts
+        if not by.bias_correction:
+            counts = [torch.full_like(counts[0], torch.inf)] * len(counts)  # 1 - beta^inf is 1
+        kernel: Any = torch._fused_adamw_ if by.decoupled else torch._fused_adam_
+        kernel(
+            weights,
+            _widened(grads, self._wide),
+            exp_avgs,
+            exp_avg_sqs,
+            maxima,
+            counts,
+            lr=by.lr,
+            beta1=by.beta1,
+            beta2=by.beta2,
+            weight_decay=weight_decay,
+            eps=by.eps,
+            amsgrad=bool(maxima),
+            maximize=by.maximize,
+            grad_scale=by.grad_scale,
+            found_inf=by.skip,
+        )
+        for originals, copied in zip(stored, copies, strict=True):
+            if copied is not originals:
+                # A skipped step left the copies alone, and narrowing a widened number gives it back.
+                torch._foreach_copy_(originals, copied)
+        if self._masters:
+            _round_(params, self._masters, by.skip)
 
 
 def _kernel_reads(by: Hyperparameters) -> bool:
@@ -50,111 +146,35 @@ def _kernel_reads(by: Hyperparameters) -> bool:
     return by.decoupled or not isinstance(by.weight_decay, Tensor)
 
 
-def _cut(batch: _Batch, limit: int) -> Iterator[tuple[Run, Tensor]]:
-    for run, grad in batch:
-        if run.numel <= limit:
-            yield run, grad
-        else:
-            yield from zip(
-                run.cut(limit), flat(grad, run.numel).split_with_sizes(_parts(run.numel, limit)), strict=True
-            )
-
-
-def _parts(numel: int, limit: int) -> list[int]:
-    whole, rest = divmod(numel, limit)
-    return [limit] * whole + [rest] * (rest > 0)
-
-
-def _packed(pieces: Iterator[tuple[Run, Tensor]], limit: int) -> Iterator[_Batch]:
-    packed: _Batch = []
-    room = limit
-    for run, grad in pieces:
-        if run.numel > room:
-            yield packed
-            packed, room = [], limit
-        packed.append((run, grad))
-        room -= run.numel
-    if packed:
-        yield packed
-
-
-def _through_definition_(run: Run, grad: Tensor, by: Hyperparameters) -> None:
+def _through_definition_(run: Run, param: Tensor, grad: Tensor, by: Hyperparameters) -> None:
     count = run.step if by.bias_correction else torch.full_like(run.step, torch.inf)
-    update_(
-        run.flat.stored,
-        flat(grad, run.numel),
-        count,
-        by.scalars(arithmetic(run.stored.param.dtype), run.device),
-        by.decoupled,
-    )
+    scalars = by.scalars(arithmetic(run.dtype), run.device)
+    update_(flat(param, run.numel), flat(grad, run.numel), run.flat.states, count, scalars, by.decoupled)
 
 
-def _through_kernel_(batch: _Batch, by: Hyperparameters) -> None:
-    runs, grads = [run for run, _ in batch], [grad for _, grad in batch]
-    first = runs[0].stored
-    wide = first.param.dtype if takes(runs[0], grads[0].dtype) else arithmetic(first.param.dtype)
-    stored = [[weight(run.stored) for run in runs]]
-    stored += [[run.stored.exp_avg for run in runs], [run.stored.exp_avg_sq for run in runs]]
-    if first.max_exp_avg_sq is not None:
-        stored.append([run.stored.max_exp_avg_sq for run in runs if run.stored.max_exp_avg_sq is not None])
-    weights, exp_avgs, exp_avg_sqs, *maxima = copies = [_widened(tensors, wide) for tensors in stored]
-    weight_decay = by.weight_decay
-    if isinstance(weight_decay, Tensor):
-        _decay_(weights, by)
-        weight_decay = 0.0
-    kernel: Any = torch._fused_adamw_ if by.decoupled else torch._fused_adam_
-    kernel(
-        weights,
-        _widened(grads, wide),
-        exp_avgs,
-        exp_avg_sqs,
-        maxima[0] if maxima else [],
-        _counts(runs, by),
-        lr=by.lr,
-        beta1=by.beta1,
-        beta2=by.beta2,
-        weight_decay=weight_decay,
-        eps=by.eps,
-        amsgrad=bool(maxima),
-        maximize=by.maximize,
-        grad_scale=by.grad_scale,
-        found_inf=by.skip,
-    )
-    for originals, copied in zip(stored, copies, strict=True):
-        if copied is not originals:
-            # A skipped step left the copies alone, and narrowing a widened number gives it back.
-            torch._foreach_copy_(originals, copied)
-    if first.master is not None:
-        _round_(runs, by.skip)
-
-
-def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    if tensors[0].dtype == dtype:
+def _widened(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    if not tensors or tensors[0].dtype == dtype:
         return tensors
     one = torch.ones(1, dtype=dtype, device=tensors[0].device)  # one dim, so that its dtype takes part in promotion
-    return list(torch._foreach_mul(tensors, [one] * len(tensors)))
+    return torch._foreach_mul(tensors, [one] * len(tensors))
 
 
-def _counts(runs: Sequence[Run], by: Hyperparameters) -> list[Tensor]:
-    if by.bias_correction:
-        return [run.step for run in runs]
-    return [torch.full_like(runs[0].step, torch.inf)] * len(runs)  # 1 - beta^inf is 1
+def _round_(params: Tensors, masters: Tensors, skip: Tensor | None) -> None:
+    """The parameters become their masters, rounded; or stay what they are."""
+    if skip is None:
+        torch._foreach_copy_(params, masters)
+        return
+    # A select with what there is for lists: of the parameter and the master, one is lowered to -inf.
+    keep = torch.where(skip != 0, torch.inf, -torch.inf).reshape(1)
+    kept = torch._foreach_minimum(_widened(params, torch.float32), [keep] * len(params))
+    moved = torch._foreach_minimum(masters, [-keep] * len(params))
+    torch._foreach_copy_(params, torch._foreach_maximum(kept, moved))
 
 
-def _decay_(weights: list[Tensor], by: Hyperparameters) -> None:
+def _decay_(weights: Tensors, by: Hyperparameters) -> None:
     factor = 1 - by.lr * by.weight_decay
     assert isinstance(factor, Tensor)
     factor = factor.to(weights[0].device, non_blocking=True)
     if by.skip is not None:
         factor = torch.where(by.skip != 0, torch.ones_like(factor), factor)
     torch._foreach_mul_(weights, factor)
-
-
-def _round_(runs: Sequence[Run], skip: Tensor | None) -> None:
-    """The parameters become their masters, rounded; or stay what they are."""
-    params, masters = [run.flat.stored.param for run in runs], [weight(run.flat.stored) for run in runs]
-    if skip is None:
-        torch._foreach_copy_(params, masters)
-        return
-    chosen = torch.where(skip != 0, torch.cat(params), torch.cat(masters).to(params[0].dtype))
-    torch._foreach_copy_(params, list(chosen.split_with_sizes([run.numel for run in runs])))

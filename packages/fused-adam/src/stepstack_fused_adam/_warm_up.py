@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam import _compiled
 from stepstack_fused_adam._backends import assign
+from stepstack_fused_adam._compiled import CompiledStep
 from stepstack_fused_adam._hyperparameters import Hyperparameters
-from stepstack_fused_adam._run import Run, local
-from stepstack_fused_adam._state import Precision, create, neighbours, stored
+from stepstack_fused_adam._run import Run, local, run_of
+from stepstack_fused_adam._state import Precision, create, neighbours, states_here
 
 _NUMEL = 256  # of a stand-in: what is compiled is good for any size
 
@@ -24,21 +24,21 @@ def compile_ahead(
         param = here[stretch[0]]
         numel = sum(here[index].numel() for index in stretch)
         if numel:
-            run = _stand_in(numel, param.dtype, torch.device("meta"), precision, amsgrad)
-            on_device.setdefault(param.device, []).append((run, _grad_dtype(params[stretch[0]])))
+            stand_in = torch.empty(numel, dtype=param.dtype, device="meta")
+            case = (_run(stand_in, precision, amsgrad), _grad_dtype(params[stretch[0]]))
+            on_device.setdefault(param.device, []).append(case)
     for device, cases in on_device.items():
         assigned = assign(backend, device, [run for run, _ in cases], [dtype for _, dtype in cases])
-        for param_dtype, grad_dtype in {
-            (cases[place][0].stored.param.dtype, cases[place][1]) for place in assigned.get(_compiled.step_, [])
-        }:
-            run = _stand_in(_NUMEL, param_dtype, device, precision, amsgrad)
-            _compiled.step_([run], [torch.zeros(_NUMEL, dtype=grad_dtype, device=device)], by.on(device))
+        compiled = [case for case, chosen in zip(cases, assigned, strict=True) if chosen is CompiledStep]
+        for dtype, grad_dtype in {(run.dtype, grad_dtype) for run, grad_dtype in compiled}:
+            param = torch.zeros(_NUMEL, dtype=dtype, device=device)
+            step = CompiledStep([_run(param, precision, amsgrad)], grad_dtype)
+            step([param], [torch.zeros(_NUMEL, dtype=grad_dtype, device=device)], by.on(device))
 
 
-def _stand_in(numel: int, dtype: torch.dtype, device: torch.device, precision: Precision, amsgrad: bool) -> Run:
-    param = torch.zeros(numel, dtype=dtype, device=device)
+def _run(param: Tensor, precision: Precision, amsgrad: bool) -> Run:
     (state,) = create([param], precision, amsgrad)
-    return Run(state["step"], stored(param, state))
+    return run_of(param, state["step"], states_here(state))
 
 
 def _grad_dtype(param: Tensor) -> torch.dtype:
