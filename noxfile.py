@@ -54,7 +54,7 @@ def dev(session):
 def demo(session):
     """Train a small GPT on the standard library's sources: -- [--steps N] [--ranks N] [--resume DIR] …"""
     dev(session)
-    # Ctrl-C reaches the training too, which then writes a checkpoint; nox would kill it after 0.3 s. A second one ends both.
+    # Ctrl-C reaches the training too, which then writes a checkpoint; nox would kill it after 0.3 s.
     python(session, ROOT / "docs" / "examples" / "train_gpt.py", *session.posargs, interrupt_timeout=None)
 
 
