@@ -77,7 +77,8 @@ def test_it_steps_as_torchs_scaler_does(kind):
 
 @pytest.mark.parametrize("kind", [fused_adam, Flagged])
 @pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled"])
-def test_no_call_waits_with_an_optimizer_that_has_the_flag(kind, unscale):
+@pytest.mark.parametrize("deferred", [False, True], ids=["not clipped", "clipped"])
+def test_no_call_waits_with_an_optimizer_that_has_the_flag(kind, unscale, deferred):
     weight, optimizer = model_and_optimizer(kind)
     scaler = GradScaler("cpu", hysteresis=2, groups=())
     with HostSyncs() as syncs:
@@ -85,6 +86,8 @@ def test_no_call_waits_with_an_optimizer_that_has_the_flag(kind, unscale):
             backward(scaler, weight, factor)
             if unscale:
                 scaler.unscale_(optimizer)
+            if deferred:
+                optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
