@@ -16,7 +16,7 @@ from stepstack_sharded_states import ShardedOptimizer
 from stepstack_testing import on_ranks
 
 STEPS = 10
-ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
+ADAM = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
 SCALE = 1024.0
 
 
@@ -65,11 +65,26 @@ class PartlyUsed(nn.Module):
 
 MODELS = {"channels_last": ConvNet, "tied GPT": TiedGPT, "partly used": PartlyUsed}
 PRECISIONS = {
-    "fp32": (torch.float32, None, 1e-5),
-    "bf16, master": (torch.bfloat16, "fp32", 4e-2),
-    "bf16, remainder": (torch.bfloat16, "remainder", 4e-2),
-    "fp16, scaler": (torch.float16, "fp32", 1e-2),
+    "fp32": (torch.float32, None, 2e-6),
+    "bf16, master": (torch.bfloat16, "fp32", 5e-2),
+    "bf16, remainder": (torch.bfloat16, "remainder", 5e-2),
+    "fp16, scaler": (torch.float16, "fp32", 5e-3),
 }
+"""dtype, master weights, and how far apart two ends may be, as a part of the way from the start: gradients that are
+summed in another order, or once for each micro-batch, are rounded differently, by half a unit in the last of 8 or 11
+bits."""
+
+
+def average(gradients):
+    """Over the ranks, in the gradients' dtype."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, op=dist.ReduceOp.AVG)
+    for gradient, averaged in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(averaged.view_as(gradient))
+
+
+def distance(ours, theirs):
+    return torch.cat([(a.float() - b.float()).flatten() for a, b in zip(ours, theirs, strict=True)]).norm().item()
 
 
 def seeds(rank, accumulate):
@@ -85,7 +100,7 @@ def train_sharded(rank, mesh, model, precision, accumulate, overlap):
     dtype, masters, _ = PRECISIONS[precision]
     net = make(model, dtype)
     optimizer = ShardedOptimizer(
-        net.named_parameters(), FusedAdamW, mesh=mesh, bucket_cap_mb=0.004, master_weights=masters, **ADAM
+        net.named_parameters(), FusedAdamW, mesh=mesh, bucket_cap_mb=0.02, master_weights=masters, **ADAM
     )
     if overlap:
         optimizer.overlap_gather(net)
@@ -114,9 +129,9 @@ def train_replicated(rank, model, precision, accumulate):
     for micros in seeds(rank, accumulate):
         for seed in micros:
             (net.loss(seed) * scale).backward()
+        average([p.grad for p in trained if p.grad is not None])
         for p, master in zip(trained, masters, strict=True):
             if p.grad is not None:
-                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
                 master.grad = p.grad.float() / scale
             p.grad = None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
@@ -133,16 +148,17 @@ def test_sharded_training_equals_replicated_training(shape):
         mesh = init_device_mesh("cpu", shape)
         wrong = []
         for model, precision, accumulate in product(MODELS, PRECISIONS, (1, 3)):
+            start = [p.detach() for p in make(model, PRECISIONS[precision][0]).parameters()]
             expected = train_replicated(rank, model, precision, accumulate)
             for overlap in (True, False):
                 ours = train_sharded(rank, mesh, model, precision, accumulate, overlap)
-                apart = max((a - b).abs().max().item() for a, b in zip(ours, expected, strict=True))
-                first = [p.clone() for p in ours]
-                for p in first:
-                    dist.broadcast(p, 0)
+                apart = distance(ours, expected) / distance(start, expected)
+                mine = torch.cat([p.flatten() for p in ours])
+                first = mine.clone()
+                dist.broadcast(first, 0)
                 if not apart <= PRECISIONS[precision][2]:
                     wrong.append((model, precision, accumulate, overlap, apart))
-                if not all(torch.equal(a, b) for a, b in zip(ours, first, strict=True)):
+                if not torch.equal(mine, first):
                     wrong.append((model, precision, accumulate, overlap, "ranks differ"))
         return wrong
 
