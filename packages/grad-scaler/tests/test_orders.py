@@ -219,6 +219,24 @@ def test_a_step_that_raises_leaves_nothing_on_the_optimizer():
     assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
 
 
+@pytest.mark.parametrize("kind", [Seen, SeenByContract])
+def test_a_step_that_raised_is_unscaled_once_when_it_is_made_again(kind):
+    class BrokenOnce(kind):
+        def step(self):
+            if not hasattr(self, "broken"):
+                self.broken = True
+                raise KeyError("broken")
+            super().step()
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer, scaler = BrokenOnce([weight]), GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(KeyError, match="broken"):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.seen[0].tolist() == [1, 1, 1]
+
+
 def test_a_grad_scale_of_fp64_or_a_number_reaches_the_optimizer_as_fp32():
     for given in (torch.tensor(4.0, dtype=torch.float64), torch.tensor([4.0]), 4.0):
         weight = torch.nn.Parameter(torch.zeros(3))
