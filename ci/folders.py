@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = [
     path.parent for kind in ("packages", "integration") for path in sorted(ROOT.glob(f"{kind}/*/pyproject.toml"))
 ]
+PUBLISHED = [folder for folder in FOLDERS if folder.name != "testing"]  # that one is imported by tests only
 each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
