@@ -24,7 +24,7 @@ def refusal_on_rank_1(make, error):
             make(rank)
         return str(caught.value)
 
-    return on_ranks(2, attempt, timeout=5.0)[1]
+    return on_ranks(2, attempt)[1]
 
 
 def param(n=4, **kwargs):

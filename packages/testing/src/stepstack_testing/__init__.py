@@ -1,4 +1,4 @@
-"""What the tests of every package share: ranks on one machine, a tripwire for host syncs, counts of operations."""
+"""What the tests of every package share: ranks on one machine, a tripwire for host syncs, counts."""
 
 from stepstack_testing._operations import HostSyncs, Operations
 from stepstack_testing._ranks import RankError, on_ranks

@@ -7,6 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -82,9 +83,11 @@ def _rank(
             timeout=timedelta(seconds=timeout),
         )
         outcome = pickle.dumps(("result", function(rank, *arguments), None))
-        dist.barrier()  # nobody leaves while another still talks to it
     except BaseException as error:
         outcome = _failure(error)
+    else:
+        with suppress(RuntimeError):  # who failed says so itself
+            dist.barrier()  # nobody leaves while another still talks to it
     sender.send_bytes(outcome)
     if dist.is_initialized():
         dist.destroy_process_group()
