@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepstack_gradnorm._part import Grads, Part, checked, each
-from stepstack_gradnorm._plan import added, device_of, totals
+from stepstack_gradnorm._memory import Seen
+from stepstack_gradnorm._part import Grads, in_parts
+from stepstack_gradnorm._plan import added, device_of, home, totals
 from stepstack_gradnorm._shares import Shares
 from stepstack_gradnorm._sums import Maximum, sum_for
 
@@ -22,6 +23,7 @@ def total_norm(
     *,
     agree_over: dist.ProcessGroup | None = None,
     part_norms: Literal[False] = False,
+    backend: str = "auto",
 ) -> Tensor: ...
 
 
@@ -32,6 +34,7 @@ def total_norm(
     *,
     agree_over: dist.ProcessGroup | None = None,
     part_norms: Literal[True],
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -42,6 +45,7 @@ def total_norm(
     *,
     agree_over: dist.ProcessGroup | None = None,
     part_norms: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The norm of all gradients as one vector, whoever holds what: a 0-d fp32 tensor that stays on the device.
 
@@ -59,17 +63,17 @@ def total_norm(
     of a few numbers for each group of more than one rank, whichever gradients are there. No host sync (coalescing a
     sparse gradient is one). The result lies on the device of the last reduction.
     """
-    sum_ = sum_for(norm_type)
+    sum_ = sum_for(norm_type, backend)
     shares = Shares()
-    seen: set[Hashable] = set()
+    seen: Seen = {}
     labels: list[int] = []
-    for item in each(grads):
-        if isinstance(item, Part):
+    for tensors, part in in_parts(grads):
+        if part is not None:
             labels.append(len(labels))
-        shares.add(item, labels[-1] if part_norms and isinstance(item, Part) else None, seen)
+        shares.add(tensors, part, labels[-1] if part_norms and part is not None else None, seen)
     _check_inside(shares, agree_over)
     sums = totals(shares, sum_)
-    total = added([*sums.values()] or [torch.zeros(sum_.shape, dtype=sum_.dtype)], sum_)
+    total = added([*sums.values()], sum_)
     if not part_norms:
         return _agreed(sum_.norm(total), agree_over)
     norms = _agreed(sum_.norm(torch.stack([total, *(sums[label].to(total.device) for label in labels)])), agree_over)
@@ -78,7 +82,7 @@ def total_norm(
 
 @torch.no_grad()
 def tensor_norms(
-    grads: Mapping[Name, Tensor | Part | None],
+    grads: Mapping[Name, Grads | None],
     norm_type: float = 2.0,
     *,
     agree_over: dist.ProcessGroup | None = None,
@@ -90,15 +94,15 @@ def tensor_norms(
     sum_ = sum_for(norm_type)
     shares = Shares()
     for name, grad in grads.items():
-        if grad is not None:
-            shares.add(grad if isinstance(grad, Part) else checked(grad, f"gradient {name!r}"), name, set())
+        seen: Seen = {}
+        for tensors, part in in_parts(() if grad is None else grad, f"gradient {name!r}"):
+            shares.add(tensors, part, name, seen)
     _check_inside(shares, agree_over)
     sums = totals(shares, sum_)
     if not sums:
-        return {name: torch.zeros(()) for name in grads}
-    device = next(iter(sums.values())).device
-    nothing = torch.zeros(sum_.shape, dtype=sum_.dtype, device=device)
-    norms = sum_.norm(torch.stack([sums.get(name, nothing).to(device, non_blocking=True) for name in grads]))
+        return {}
+    device = home(value.device for value in sums.values())
+    norms = sum_.norm(torch.stack([value.to(device, non_blocking=True) for value in sums.values()]))
     return dict(zip(grads, _agreed(norms, agree_over).unbind(), strict=True))
 
 

@@ -1,6 +1,6 @@
 """What a caller hands in: tensors, and Parts that say over which groups tensors are spread."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -38,25 +38,34 @@ class Part:
 Grads: TypeAlias = Tensor | Part | Iterable[Tensor | Part | None]
 
 
-def each(grads: Grads) -> Iterator[Tensor | Part]:
-    """The items of `grads`, None left out. TypeError for what can't be a gradient."""
+def in_parts(grads: Grads, name: str = "a gradient") -> Iterator[tuple[Sequence[Tensor], Part | None]]:
+    """The tensors of each Part, and of what stands between Parts those of this process alone, with None.
+
+    TypeError, with the name, for what can't be a gradient.
+    """
+    loose: list[object] = []
     for item in (grads,) if isinstance(grads, Part) else _listed(grads):
         if isinstance(item, Part):
-            for tensor in item.tensors:
-                checked(tensor)
-            yield item
+            yield _checked(loose, name), None
+            yield _checked(item.tensors, name), item
+            loose = []
         elif item is not None:
-            yield checked(item)
+            loose.append(item)
+    yield _checked(loose, name), None
 
 
-def checked(grad: object, name: str = "a gradient") -> Tensor:
+def _checked(grads: Sequence[object], name: str) -> list[Tensor]:
+    return [grad if type(grad) is Tensor and grad.is_floating_point() else _gradient(grad, name) for grad in grads]
+
+
+def _gradient(grad: object, name: str) -> Tensor:
     """`grad` itself, if it can be a gradient."""
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"{name} is a Tensor or None, not {type(grad).__name__}: {str(grad)[:60]}")
     if isinstance(grad, nn.Parameter):
         raise TypeError(
             f"{name} is a Parameter: pass grads_of(parameters), or parameter.detach() if you mean its value"
         )
-    if not isinstance(grad, Tensor):
-        raise TypeError(f"{name} is a Tensor or None, not {type(grad).__name__}: {str(grad)[:60]}")
     if not (grad.is_floating_point() or grad.is_complex()):
         raise TypeError(f"{name} is floating point or complex, not {grad.dtype}")
     return grad

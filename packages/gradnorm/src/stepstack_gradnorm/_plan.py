@@ -1,14 +1,13 @@
 """From shares to sums over all ranks: one all-reduce for each group, in an order that all its ranks agree on."""
 
 from collections.abc import Hashable, Iterable
-from itertools import chain
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepstack_gradnorm._runs import Place, runs
+from stepstack_gradnorm._memory import Place
 from stepstack_gradnorm._shares import Share, Shares
 from stepstack_gradnorm._sums import Sum
 
@@ -46,23 +45,15 @@ def _local(shares: list[Share], sum_: Sum) -> list[Tensor]:
     """What each share adds up to on this rank."""
     lists: dict[Place, list[list[Tensor]]] = {}
     for index, share in enumerate(shares):
-        for place, joined in runs(map(_dense, share.tensors)).items():
+        for place, joined in share.memory.runs().items():
             lists.setdefault(place, [[] for _ in shares])[index] = joined
     to = home(device for device, _ in lists)
-    stacks: list[list[Tensor]] = [[] for _ in shares]
-    for several in lists.values():
-        values = sum_.of([*chain.from_iterable(several)]).to(to, non_blocking=True)
-        for stack, own in zip(stacks, torch.split(values, [len(joined) for joined in several]), strict=True):
-            stack.append(own)
-    nothing = torch.zeros((0, *sum_.shape), dtype=sum_.dtype, device=to)
-    return [*sum_.together([torch.cat(stack) if stack else nothing for stack in stacks]).unbind()] if stacks else []
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Without layout: the values of a sparse tensor, where an index that was repeated has the sum of its values."""
-    if tensor.layout is torch.strided:
-        return tensor
-    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    places = [sum_.of(several).to(to, non_blocking=True) for several in lists.values()]
+    if len(places) == 1:
+        return [*places[0].unbind()]
+    if not places:
+        return [*torch.zeros((len(shares), *sum_.shape), dtype=sum_.dtype, device=to).unbind()]
+    return [*sum_.together([*torch.stack(places, 1).unbind()]).unbind()]
 
 
 def _reduced(pending: dict[Key, Tensor], name: str, group: dist.ProcessGroup, sum_: Sum) -> dict[Key, Tensor]:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from stepstack_gradnorm._memory import Memory, Seen, local_tensor
 from stepstack_gradnorm._part import Part
-from stepstack_gradnorm._runs import identity, local_tensor
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Share:
 
     label: Hashable
     groups: frozenset[str]  # names, the same on all members
-    tensors: list[Tensor] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
 
 
 class Shares:
@@ -34,34 +34,30 @@ class Shares:
     def __iter__(self) -> Iterator[Share]:
         return iter(self._shares.values())
 
-    def add(self, item: Tensor | Part, label: Hashable, seen: set[Hashable]) -> None:
-        """Put an item where it belongs. What is in `seen` already is left out, what is not is added to it."""
-        if isinstance(item, Tensor):
-            self._put(item, label, frozenset(), seen)
-            return
-        names = self._of_part(item)
-        self._share(label, names)  # on every rank, also where the Part is empty
-        for tensor in item.tensors:
-            self._put(tensor, label, names, seen)
+    def add(self, tensors: Iterable[Tensor], part: Part | None, label: Hashable, seen: Seen) -> None:
+        """Put the tensors of a Part, or of this process, where they belong. What has been seen already is left out."""
+        names: frozenset[str] = frozenset() if part is None else self._of_part(part)
+        own = self._share(label, names)  # there on every rank, also where it is empty
+        for tensor in tensors:
+            if type(tensor) is not Tensor and isinstance(tensor, DTensor):
+                self._add_dtensor(tensor, label, names, seen)
+            else:
+                own.memory.add(tensor, seen)
 
-    def _put(self, tensor: Tensor, label: Hashable, names: frozenset[str], seen: set[Hashable]) -> None:
-        local = local_tensor(tensor)
-        if isinstance(tensor, DTensor):
-            if tensor.device_mesh.get_coordinate() is None:
-                self.outside = f"rank {dist.get_rank()} is outside of the mesh of a DTensor, {tensor.device_mesh}"
-                return
-            names = names | self._of_dtensor(tensor)
-        share = self._share(label, names)
-        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-            tensor = tensor.redistribute(
-                placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-            )
-        if local.numel() and (key := identity(local)) not in seen:
-            seen.add(key)
-            share.tensors.append(local_tensor(tensor))
+    def _add_dtensor(self, tensor: DTensor, label: Hashable, names: frozenset[str], seen: Seen) -> None:
+        if tensor.device_mesh.get_coordinate() is None:
+            self.outside = f"rank {dist.get_rank()} is outside of the mesh of a DTensor, {tensor.device_mesh}"
+            return
+        memory = self._share(label, names | self._of_dtensor(tensor)).memory
+        if any(placement.is_partial() for placement in tensor.placements):
+            memory.add(local_tensor(tensor), seen, local_tensor(_added_up(tensor)))
+        else:
+            memory.add(local_tensor(tensor), seen)
 
     def _share(self, label: Hashable, names: frozenset[str]) -> Share:
-        return self._shares.setdefault((label, names), Share(label, names))
+        if (label, names) not in self._shares:
+            self._shares[label, names] = Share(label, names)
+        return self._shares[label, names]
 
     def _of_part(self, part: Part) -> frozenset[str]:
         if not part.is_inside:
@@ -86,3 +82,9 @@ class Shares:
         several = {str(group.group_name): group for group in groups if group.size() > 1}
         self.groups |= several
         return frozenset(several)
+
+
+def _added_up(tensor: DTensor) -> DTensor:
+    """Without Partial placements. Communicates as much as the local tensor holds."""
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)

@@ -1,11 +1,14 @@
 """What a norm is the root of, kept so that pieces of a gradient add up in any order without losing digits or range."""
 
 import math
+from itertools import chain
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from stepstack_gradnorm._backends import check_backend, sums_of_squares
 
 
 class Sum(Protocol):
@@ -14,8 +17,8 @@ class Sum(Protocol):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def of(self, tensors: list[Tensor]) -> Tensor:
-        """The value of each tensor. They are on one device, of one dtype, none is empty."""
+    def of(self, lists: list[list[Tensor]]) -> Tensor:
+        """The value of each list, stacked. All tensors are on one device, of one dtype; none is empty."""
 
     def together(self, several: list[Tensor]) -> Tensor:
         """Each stack of values added up, stacked. A stack of none gives what adds nothing."""
@@ -27,16 +30,17 @@ class Sum(Protocol):
         """Their roots, in fp32."""
 
 
-def sum_for(norm_type: float) -> Sum:
-    """What a norm of this type is the root of."""
+def sum_for(norm_type: float, backend: str = "auto") -> Sum:
+    """What a norm of this type is the root of, measured by the backend."""
     p = float(norm_type)
+    check_backend(backend, p)
     if math.isnan(p) or p < 0:
         raise ValueError(f"norm_type is 0 (non-zero elements), a positive number, or inf, not {norm_type}")
     dtype = torch.float64 if has_float64() else torch.float32
     if p == math.inf:
         return Maximum(dtype)
     if p == 0 or (p <= 6 and dtype is torch.float64):
-        return Powers(p, dtype)
+        return Powers(p, dtype, backend)
     return ScaledPowers(p, dtype)
 
 
@@ -45,12 +49,15 @@ class Powers:
 
     shape: tuple[int, ...] = ()
 
-    def __init__(self, p: float, dtype: torch.dtype) -> None:
-        self.p, self.dtype = p, dtype
+    def __init__(self, p: float, dtype: torch.dtype, backend: str) -> None:
+        self.p, self.dtype, self.backend = p, dtype, backend
 
-    def of(self, tensors: list[Tensor]) -> Tensor:
-        norms = torch.stack(torch._foreach_norm(_reals(tensors, self.p), self.p, dtype=self.dtype))
-        return norms if self.p in (0, 1) else norms.pow_(self.p)
+    def of(self, lists: list[list[Tensor]]) -> Tensor:
+        lists = [_reals(tensors, self.p) for tensors in lists]
+        if self.p != 2:
+            norms = torch.stack(torch._foreach_norm(_flat(lists), self.p, dtype=self.dtype))
+            return self.together(_like(lists, norms if self.p in (0, 1) else norms.pow_(self.p)))
+        return self.together(_like(lists, sums_of_squares(self.backend, _flat(lists))))
 
     def together(self, several: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(several, 1))  # of numbers that are not negative: the sum
@@ -71,8 +78,9 @@ class Maximum:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def of(self, tensors: list[Tensor]) -> Tensor:
-        return torch.stack(torch._foreach_norm(_reals(tensors, math.inf), math.inf)).to(self.dtype)
+    def of(self, lists: list[list[Tensor]]) -> Tensor:
+        lists = [_reals(tensors, math.inf) for tensors in lists]
+        return self.together(_like(lists, torch.stack(torch._foreach_norm(_flat(lists), math.inf)).to(self.dtype)))
 
     def together(self, several: list[Tensor]) -> Tensor:
         zero = several[0].new_zeros(1)
@@ -96,8 +104,8 @@ class ScaledPowers:
     def __init__(self, p: float, dtype: torch.dtype) -> None:
         self.p, self.dtype = p, dtype
 
-    def of(self, tensors: list[Tensor]) -> Tensor:
-        return torch.stack([self._of(tensor) for tensor in tensors])
+    def of(self, lists: list[list[Tensor]]) -> Tensor:
+        return self.together(_like(lists, torch.stack([self._of(tensor) for tensor in _flat(lists)])))
 
     def _of(self, tensor: Tensor) -> Tensor:
         pieces = torch.split(tensor.reshape(-1), 2**24)  # a copy in the wide dtype is made of one piece at a time
@@ -134,8 +142,19 @@ def has_float64() -> bool:
     return bool(torch.xpu.get_device_properties().has_fp64)
 
 
+def _flat(lists: list[list[Tensor]]) -> list[Tensor]:
+    return [*chain.from_iterable(lists)]
+
+
+def _like(lists: list[list[Tensor]], values: Tensor) -> list[Tensor]:
+    """Stacked values of all tensors, cut as the tensors are into lists."""
+    return [*torch.split(values, [len(tensors) for tensors in lists])]
+
+
 def _reals(tensors: list[Tensor], p: float) -> list[Tensor]:
     """Real tensors of the same norm, in a dtype that norms are computed of."""
+    if not tensors:
+        return tensors
     if tensors[0].is_complex():
         if p == 2:
             return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]

@@ -1,0 +1,71 @@
+"""Which backends are here, and which of them takes which tensors."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stepstack_gradnorm import _compiled, _multi_tensor, _torch
+
+SumsOfSquares = Callable[[list[Tensor]], Tensor]
+
+_KERNELS = ("transformer_engine", "apex")
+_NAMES = ("torch", "compiled", *_KERNELS)
+_WORTH_COMPILING = 2**20  # elements; compiling takes half a second, once
+
+
+def backends(device: torch.device | str | None = None) -> dict[str, str | None]:
+    """Of each backend of `total_norm`, None if it can be used on a device here, or why not.
+
+    The default device is the accelerator if there is one, else the CPU. `backend="auto"` is "torch", but "compiled" for
+    a million elements and more of fp32, bf16 or fp16 on the CPU, and for fp16 on cuda the kernels that the program has
+    loaded: there, and only there, they are as exact.
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = torch.device(device)
+    reasons = {"torch": None, "compiled": _compiled.missing(device)}
+    return reasons | {name: _multi_tensor.missing(name, device) for name in _KERNELS}
+
+
+def check_backend(backend: str, norm_type: float) -> None:
+    """Raise ValueError unless there is one of this name, for this norm."""
+    if backend not in ("auto", *_NAMES):
+        raise ValueError(f"backend is one of auto, {', '.join(_NAMES)}, not {backend!r}")
+    if backend not in ("auto", "torch") and norm_type != 2:
+        raise ValueError(f"backend {backend!r} is for norm_type=2, not for {norm_type}; backend='auto' does any")
+    if backend in _KERNELS and isinstance(reason := _multi_tensor.kernel(backend), str):
+        raise ValueError(f"backend {backend!r} is not here: {reason}. backends() tells which are")
+
+
+def sums_of_squares(backend: str, tensors: list[Tensor]) -> Tensor:
+    """Σx² of each tensor, stacked, in fp64. They are real, on one device, of one dtype, none is empty."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if backend == "auto":
+        return _automatic(tensors)(tensors)
+    if backend == "torch":
+        return _torch.sums_of_squares(tensors)
+    if backend == "compiled":
+        reason = _compiled.missing(device) or _compiled.refuses(dtype)
+    else:
+        reason = _multi_tensor.missing(backend, device) or _multi_tensor.refuses(dtype)
+    if reason:
+        raise ValueError(f"backend {backend!r} does not measure these gradients: {reason}; backend='auto' does")
+    if backend == "compiled":
+        return _compiled.sums_of_squares(tensors)
+    return _multi_tensor.sums_of_squares(backend, tensors)
+
+
+def _automatic(tensors: list[Tensor]) -> SumsOfSquares:
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if device.type == "cpu":
+        is_large = sum(map(Tensor.numel, tensors)) >= _WORTH_COMPILING
+        if is_large and not (torch.compiler.is_compiling() or _compiled.missing(device) or _compiled.refuses(dtype)):
+            return _compiled.sums_of_squares
+        return _torch.sums_of_squares
+    if _multi_tensor.is_exact(dtype):
+        for name in _KERNELS:
+            if _multi_tensor.loaded(name) and not _multi_tensor.missing(name, device):
+                return partial(_multi_tensor.sums_of_squares, name)
+    return _torch.sums_of_squares

@@ -1,0 +1,148 @@
+"""The memory of gradients on this rank: every element once, neighbours joined into one flat view."""
+
+from collections.abc import Hashable
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stepstack_gradnorm._part import Grads, in_parts
+
+Place: TypeAlias = tuple[torch.device, torch.dtype]
+Seen: TypeAlias = dict[Hashable, Tensor]  # by where their memory starts
+
+
+@torch.no_grad()
+def local_runs(grads: Grads) -> dict[Place, list[Tensor]]:
+    """Views of what these gradients hold on this rank, by device and dtype, for operations in place.
+
+    A gradient that is given twice is there once; what is empty is left out; tensors that lie next to each other in
+    one storage come as one flat view of all of them. Of a DTensor it is the local tensor, of a sparse tensor the
+    values as they are stored (not coalesced), of an expanded one the elements that exist. No communication, no sync.
+    """
+    memory = Memory()
+    seen: Seen = {}
+    for tensors, _ in in_parts(grads):
+        for tensor in tensors:
+            memory.add(_existing(local_tensor(tensor)), seen)
+    return memory.runs()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of it. Under no_grad nothing is dispatched."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Memory:
+    """Tensors that are not empty, by device and dtype, each once."""
+
+    def __init__(self) -> None:
+        self._places: dict[Place, tuple[list[Tensor], list[int]]] = {}
+
+    def add(self, tensor: Tensor, seen: Seen, content: Tensor | None = None) -> None:
+        """Add a tensor (or its content), unless it is empty or has been seen: the same elements of the same memory."""
+        if not tensor.numel():
+            return
+        at = start(tensor)
+        if at not in seen:
+            seen[at] = tensor
+        elif _are_same(seen[at], tensor):
+            return
+        else:
+            exactly = (at, tensor.dtype, tensor.shape, tensor.stride())
+            if exactly in seen:
+                return
+            seen[exactly] = tensor
+        if at < 0 and content is None and tensor.layout is not torch.strided:
+            content = _coalesced(tensor)
+        if content is not None:
+            if not content.numel():
+                return
+            tensor, at = content, start(content)
+        try:
+            tensors, starts = self._places[tensor.device, tensor.dtype]
+        except KeyError:
+            tensors, starts = self._places[tensor.device, tensor.dtype] = ([], [])
+        tensors.append(tensor)
+        starts.append(at)
+
+    def runs(self) -> dict[Place, list[Tensor]]:
+        """The tensors, where those that are dense neighbours in one storage are one flat view."""
+        return {place: _joined(*there) for place, there in self._places.items()}
+
+
+def start(tensor: Tensor) -> int:
+    """Where its memory starts; a negative number of its own if it has none to look at (meta, fake, sparse, wrapped)."""
+    if type(tensor) is not Tensor:
+        return -id(tensor)
+    try:
+        return tensor.data_ptr() or -id(tensor)
+    except RuntimeError:
+        return -id(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one interval of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _joined(tensors: list[Tensor], starts: list[int]) -> list[Tensor]:
+    size = tensors[0].element_size()
+    ends = [start + size * tensor.numel() for start, tensor in zip(starts, tensors, strict=True)]
+    if set(ends).isdisjoint(starts):
+        return tensors
+    order = sorted(range(len(tensors)), key=starts.__getitem__)
+    joined = [[tensors[order[0]]]]
+    for one, other in pairwise(order):
+        if starts[one] > 0 and ends[one] == starts[other] and _are_parts(tensors[one], tensors[other]):
+            joined[-1].append(tensors[other])
+        else:
+            joined.append([tensors[other]])
+    return [view for run in joined for view in _one_view(run)]
+
+
+def _one_view(run: list[Tensor]) -> list[Tensor]:
+    """Neighbours as one flat view, if the storage of the first knows of them all."""
+    first, elements = run[0], sum(tensor.numel() for tensor in run)
+    if len(run) == 1 or first.untyped_storage().nbytes() < (first.storage_offset() + elements) * first.element_size():
+        return run
+    return [first.as_strided((elements,), (1,))]
+
+
+def _are_parts(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that meet in memory are dense parts of one storage, which holds what they are."""
+    return (
+        one.storage_offset() + one.numel() == other.storage_offset()
+        and is_dense(one)
+        and is_dense(other)
+        and not (one.is_conj() or one.is_neg() or other.is_conj() or other.is_neg())
+    )
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that start at one place are the same elements."""
+    return one is other or (one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride())
+
+
+def _existing(tensor: Tensor) -> Tensor:
+    """The elements that exist: an expanded dim has one."""
+    if tensor.layout is not torch.strided:
+        return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if 0 in tensor.stride():
+        size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        return tensor.as_strided(size, tensor.stride())
+    return tensor
+
+
+def _coalesced(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor, where an index that was repeated has the sum of its values."""
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
