@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepstack_gradnorm import Part, grads_of, local_runs, tensor_norms, total_norm
+from stepstack_gradnorm import Part, _sums, grads_of, tensor_norms, total_norm
 from stepstack_testing import HostSyncs, Operations
 
 TYPES = [0, 0.5, 1, 2, 2.5, 3, 6, 7, 16, 40, math.inf]
@@ -28,7 +28,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 def assert_is(norm, expected):
     assert norm.shape == ()
     assert norm.dtype == torch.float32
-    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert norm.item() == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("norm_type", TYPES)
@@ -110,6 +110,15 @@ def test_the_range_is_kept_for_high_powers(norm_type, value):
     assert_is(total_norm(grads, norm_type), reference(grads, norm_type))
 
 
+@pytest.mark.parametrize("norm_type", TYPES)
+@pytest.mark.parametrize("value", [1e20, 1e-30, 1.0])
+def test_the_range_is_kept_on_a_machine_without_fp64(monkeypatch, norm_type, value):
+    monkeypatch.setattr(_sums, "has_float64", lambda: False)
+    grads = [random(1000) * value, torch.zeros(3), (random(50) * value).bfloat16(), random(30, dtype=torch.float16)]
+    assert_is(total_norm(grads, norm_type), reference(grads, norm_type))
+    assert tensor_norms({"nothing": [], "zero": torch.zeros(2)}, norm_type) == {"nothing": 0, "zero": 0}
+
+
 def test_sixteen_fp16_tensors_of_norm_30000_do_not_overflow():
     assert_is(total_norm([torch.tensor([3e4], dtype=torch.float16) for _ in range(16)]), 1.2e5)
 
@@ -158,7 +167,9 @@ def test_part_norms_come_with_the_norm():
     parts = [Part([random(4)]), Part([]), Part([random(5, seed=1), random(2, seed=2)])]
     norm, norms = total_norm([random(3, seed=3), *parts], part_norms=True)
     assert_is(norm, reference([random(3, seed=3), random(4), random(5, seed=1), random(2, seed=2)]))
-    assert norms.tolist() == pytest.approx([reference(part.tensors) if part.tensors else 0 for part in parts], rel=1e-6)
+    assert norms.tolist() == pytest.approx(
+        [reference(part.tensors) if part.tensors else 0 for part in parts], rel=1e-6, abs=0
+    )
 
 
 @pytest.mark.parametrize("norm_type", [0, 1, 2, 9, math.inf])
@@ -170,6 +181,17 @@ def test_tensor_norms_are_those_of_each(norm_type):
         assert_is(norms[name], 0.0 if grad is None else total_norm(grad, norm_type).item())
     assert_is(tensor_norms({"a": grads["a"], "same": grads["a"]})["same"], reference([grads["a"]]))
     assert tensor_norms({}) == {}
+
+
+def test_a_name_may_stand_for_several_gradients():
+    norms = tensor_norms({"layer": [random(4), random(3, seed=1)], "nothing": []})
+    assert_is(norms["layer"], reference([random(4), random(3, seed=1)]))
+    assert_is(norms["nothing"], 0.0)
+
+
+def test_the_name_of_what_is_no_gradient_is_said():
+    with pytest.raises(TypeError, match="'bias'"):
+        tensor_norms({"weight": random(2), "bias": torch.ones(2, dtype=torch.int64)})
 
 
 def test_gradients_are_not_changed():
@@ -204,21 +226,6 @@ def test_neighbours_in_a_buffer_cost_what_one_tensor_costs():
 def test_separate_tensors_cost_no_more_operations_than_a_few():
     few, many = [[random(6) for _ in range(count)] for count in (10, 100)]
     assert operations(few) == operations(many)
-
-
-def test_runs_are_joined_by_storage_device_and_dtype():
-    one, other = random(10), random(10, seed=1)
-    pieces = [one[4:7], one[:4], one[8:], other[:5], other[5:].view(5, 1), random(3, dtype=torch.float16)]
-    runs = local_runs(pieces)
-    assert sorted(run.numel() for run in runs[torch.device("cpu"), torch.float32]) == [2, 7, 10]
-    assert [run.numel() for run in runs[torch.device("cpu"), torch.float16]] == [3]
-
-
-def test_runs_are_views():
-    buffer = torch.zeros(10)
-    for runs in local_runs([buffer[:3], buffer[3:6].view(3, 1), buffer.view(2, 5)[1:, 1:].expand(1, 4), None]).values():
-        torch._foreach_add_(runs, 1)
-    assert buffer.tolist() == [1] * 10
 
 
 def test_gradients_of_parameters_keep_their_place():

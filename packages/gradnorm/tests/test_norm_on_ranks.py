@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from stepstack_gradnorm import Part, grads_of, tensor_norms, total_norm
+from stepstack_gradnorm import Part, _sums, grads_of, tensor_norms, total_norm
 from stepstack_testing import HostSyncs, Operations, RankError, on_ranks
 
 TYPES = [0, 0.5, 1, 2, 3, 9, math.inf]
@@ -37,7 +38,7 @@ def each_type(*arguments):
 
 
 def norms_of(tensors, collectives):
-    return [(pytest.approx(norm_of(tensors, norm_type), rel=1e-6), collectives) for norm_type in TYPES]
+    return [(pytest.approx(norm_of(tensors, norm_type), rel=1e-6, abs=0), collectives) for norm_type in TYPES]
 
 
 def all_reduces(count):
@@ -51,7 +52,7 @@ def test_experts_on_two_ranks_add_up():
         norm, collectives = measured([Part(grads, sharded_over=dist.group.WORLD)])
         return norm.item(), collectives
 
-    assert on_ranks(2, run) == [(pytest.approx(math.sqrt(120), rel=1e-6), all_reduces(1))] * 2
+    assert on_ranks(2, run) == [(pytest.approx(math.sqrt(120), rel=1e-6, abs=0), all_reduces(1))] * 2
 
 
 def test_a_tied_weight_counts_once_if_one_stage_owns_it_and_twice_as_two_weights():
@@ -61,7 +62,7 @@ def test_a_tied_weight_counts_once_if_one_stage_owns_it_and_twice_as_two_weights
         two, _ = measured(Part([grad], sharded_over=dist.group.WORLD))
         return owned.item(), two.item()
 
-    assert on_ranks(2, run) == [(20.0, pytest.approx(math.sqrt(800), rel=1e-6))] * 2
+    assert on_ranks(2, run) == [(20.0, pytest.approx(math.sqrt(800), rel=1e-6, abs=0))] * 2
 
 
 def test_a_rank_without_gradients_takes_part():
@@ -89,7 +90,7 @@ def test_bf16_gradients_have_the_same_norm_however_many_ranks_hold_them(world_si
         sharded = [distribute_tensor(grad, mesh, [Shard(0)]) for grad in grads]
         return total_norm(Part(pieces, sharded_over=dist.group.WORLD)).item(), total_norm(sharded).item()
 
-    expected = pytest.approx(norm_of(grads), rel=1e-6)
+    expected = pytest.approx(norm_of(grads), rel=1e-6, abs=0)
     assert total_norm(grads).item() == expected
     assert on_ranks(world_size, run) == [(expected, expected)] * world_size
 
@@ -132,7 +133,7 @@ def test_a_partial_gradient_is_what_its_terms_add_up_to():
         return total_norm([whole]).item(), total_norm([half]).item(), total_norm([half, whole, half]).item()
 
     whole, half = sum(terms), (terms[0] + terms[1]) / 2
-    expected = tuple(pytest.approx(norm_of(grads), rel=1e-6) for grads in ([whole], [half], [whole, half]))
+    expected = tuple(pytest.approx(norm_of(grads), rel=1e-6, abs=0) for grads in ([whole], [half], [whole, half]))
     assert on_ranks(4, run) == [expected] * 4
 
 
@@ -163,8 +164,8 @@ def test_model_parallel_shards_and_their_replicas():
         return norm.item(), norms.tolist(), collectives
 
     expected = (
-        pytest.approx(norm_of([weight, bias]), rel=1e-6),
-        pytest.approx([norm_of([weight]), norm_of([bias])], rel=1e-6),
+        pytest.approx(norm_of([weight, bias]), rel=1e-6, abs=0),
+        pytest.approx([norm_of([weight]), norm_of([bias])], rel=1e-6, abs=0),
         all_reduces(2),
     )
     assert on_ranks(4, run) == [expected] * 4
@@ -180,17 +181,17 @@ def test_stages_of_dtensors_may_be_empty():
         norm, collectives = measured(Part(mine, sharded_over=mesh["stage"]))
         return norm.item(), collectives
 
-    expected = pytest.approx(norm_of(grads), rel=1e-6)
+    expected = pytest.approx(norm_of(grads), rel=1e-6, abs=0)
     assert on_ranks(4, run) == [(expected, all_reduces(2))] * 2 + [(expected, all_reduces(1))] * 2
 
 
 def test_groups_are_reduced_in_one_order_on_all_ranks():
     def run(rank):
         one, other, third = (dist.new_group([0, 1, 2]) for _ in range(3))
-        grad = torch.ones(1)
-        return total_norm([Part([grad], (one, other)[:: 1 if rank else -1]), Part([grad + 1], third)][:2]).item()
+        parts = [Part([torch.ones(1)], (one, other)[:: 1 if rank else -1]), Part([torch.full((1,), 2.0)], third)]
+        return total_norm(parts).item()
 
-    assert on_ranks(3, run) == [pytest.approx(math.sqrt(9 + 3 * 4), rel=1e-6)] * 3
+    assert on_ranks(3, run) == [pytest.approx(math.sqrt(9 + 3 * 4), rel=1e-6, abs=0)] * 3
 
 
 def test_a_group_given_twice_counts_once():
@@ -261,7 +262,7 @@ def test_the_range_is_kept_over_ranks():
     def run(rank):
         return [total_norm(Part([torch.tensor([value])], dist.group.WORLD), p).item() for value, p in cases]
 
-    assert on_ranks(3, run) == [pytest.approx([value * 3 ** (1 / p) for value, p in cases], rel=1e-6)] * 3
+    assert on_ranks(3, run) == [pytest.approx([value * 3 ** (1 / p) for value, p in cases], rel=1e-6, abs=0)] * 3
 
 
 def test_ranks_get_the_same_bits():
@@ -298,7 +299,7 @@ def test_tensor_norms_come_out_of_one_reduction():
     expected = []
     for norm_type in TYPES:
         norms = [norm_of([grad], norm_type) for grad in (sharded, other, own)]
-        expected.append((pytest.approx([*norms, 0.0], rel=1e-6), all_reduces(1)))
+        expected.append((pytest.approx([*norms, 0.0], rel=1e-6, abs=0), all_reduces(1)))
     assert on_ranks(2, run) == [expected] * 2
 
 
@@ -321,7 +322,34 @@ def test_shards_of_a_bucket_cost_the_same_however_many(ndim):
 
     for few, many in on_ranks(2 * ndim, run):
         assert few == many
-        assert few[1] == pytest.approx(norm_of([random(6000)] * 2), rel=1e-6)
+        assert few[1] == pytest.approx(norm_of([random(6000)] * 2), rel=1e-6, abs=0)
+
+
+def test_a_gradient_that_is_still_travelling_is_waited_for():
+    def run(rank):
+        grad = all_reduce(torch.full((3,), float(rank)), "sum", dist.group.WORLD)
+        assert isinstance(grad, AsyncCollectiveTensor)
+        sharded = DTensor.from_local(grad, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        return total_norm([sharded, sharded]).item()
+
+    assert on_ranks(2, run) == [pytest.approx(math.sqrt(6), rel=1e-6, abs=0)] * 2
+
+
+def test_ranks_without_fp64_send_scaled_pairs(monkeypatch):
+    monkeypatch.setattr(_sums, "has_float64", lambda: False)
+    cases = [(value, norm_type) for value in (1e20, 1e-30, 1.0, 0.0) for norm_type in TYPES]
+
+    def run(rank):
+        norms = []
+        for value, norm_type in cases:
+            grad = torch.tensor([value, -value]) if rank else torch.empty(0)
+            norm, collectives = measured(Part([grad], dist.group.WORLD), norm_type)
+            assert collectives == all_reduces(1)
+            norms.append(norm.item())
+        return norms
+
+    expected = [norm_of([torch.tensor([value, -value] * 2)], norm_type) for value, norm_type in cases]
+    assert on_ranks(3, run)[2] == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 def test_a_missing_rank_ends_in_an_error():

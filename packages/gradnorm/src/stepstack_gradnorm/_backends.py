@@ -35,7 +35,7 @@ def check_backend(backend: str, norm_type: float) -> None:
         raise ValueError(f"backend is one of auto, {', '.join(_NAMES)}, not {backend!r}")
     if backend not in ("auto", "torch") and norm_type != 2:
         raise ValueError(f"backend {backend!r} is for norm_type=2, not for {norm_type}; backend='auto' does any")
-    if backend in _KERNELS and isinstance(reason := _multi_tensor.kernel(backend), str):
+    if backend in _KERNELS and isinstance(reason := _multi_tensor.kernels(backend), str):
         raise ValueError(f"backend {backend!r} is not here: {reason}. backends() tells which are")
 
 
@@ -66,6 +66,6 @@ def _automatic(tensors: list[Tensor]) -> SumsOfSquares:
         return _torch.sums_of_squares
     if _multi_tensor.is_exact(dtype):
         for name in _KERNELS:
-            if _multi_tensor.loaded(name) and not _multi_tensor.missing(name, device):
+            if not _multi_tensor.missing(name, device, load=False):
                 return partial(_multi_tensor.sums_of_squares, name)
     return _torch.sums_of_squares

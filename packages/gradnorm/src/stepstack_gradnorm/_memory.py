@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from stepstack_gradnorm._part import Grads, in_parts
@@ -31,8 +32,9 @@ def local_runs(grads: Grads) -> dict[Place, list[Tensor]]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of it. Under no_grad nothing is dispatched."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """What this rank holds of it, when it has arrived. Under no_grad nothing is dispatched."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 class Memory:
@@ -48,13 +50,8 @@ class Memory:
         at = start(tensor)
         if at not in seen:
             seen[at] = tensor
-        elif _are_same(seen[at], tensor):
+        elif _is_repeated(tensor, at, seen):
             return
-        else:
-            exactly = (at, tensor.dtype, tensor.shape, tensor.stride())
-            if exactly in seen:
-                return
-            seen[exactly] = tensor
         if at < 0 and content is None and tensor.layout is not torch.strided:
             content = _coalesced(tensor)
         if content is not None:
@@ -128,9 +125,18 @@ def _are_parts(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that start at one place are the same elements."""
-    return one is other or (one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride())
+def _is_repeated(tensor: Tensor, at: int, seen: Seen) -> bool:
+    """Whether, of what has been seen at this place, something is the same elements; if not, it is seen now."""
+    elements = (at, _elements(tensor))
+    if seen[at] is tensor or (at, _elements(seen[at])) == elements or elements in seen:
+        return True
+    seen[elements] = tensor
+    return False
+
+
+def _elements(tensor: Tensor) -> Hashable:
+    """Equal for tensors that start at one place and are the same elements, seen as this shape or as that."""
+    return tensor.dtype, tensor.numel() if is_dense(tensor) else (tensor.shape, tensor.stride())
 
 
 def _existing(tensor: Tensor) -> Tensor:

@@ -1,43 +1,45 @@
 """The sums of squares by Apex's or Transformer Engine's multi-tensor kernels."""
 
 import sys
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-# By backend: what to import; the last has the kernels.
-_MODULES = {"apex": ("amp_C",), "transformer_engine": ("transformer_engine.pytorch", "transformer_engine_torch")}
-_CHUNK = 2048 * 32  # the elements that one block of threads does, as both libraries call their kernels
+CHUNK = 2048 * 32  # the elements that one block of threads does, as both libraries call their kernels
 
-Kernel = Callable[[int, Tensor, list[list[Tensor]], bool], tuple[Tensor, Tensor]]
+# By backend: what to import; the last has the kernels.
+_MODULES = {"transformer_engine": ("transformer_engine.pytorch", "transformer_engine_torch"), "apex": ("amp_C",)}
+
+
+def kernels(backend: str, *, load: bool = True) -> ModuleType | str:
+    """The module with the multi-tensor kernels of "apex" or "transformer_engine", or why it is not here.
+
+    With `load=False` only if the program has imported it: an import can take seconds.
+    """
+    if not load and any(name not in sys.modules for name in _MODULES[backend]):
+        return "the program has not imported it"
+    return _imported(backend)
 
 
 @cache
-def kernel(backend: str) -> Kernel | str:
-    """The kernel, or why it is not here."""
+def _imported(backend: str) -> ModuleType | str:
     try:
-        for name in _MODULES[backend]:
-            module = import_module(name)
-        found: Kernel = module.multi_tensor_l2norm
+        return [import_module(name) for name in _MODULES[backend]][-1]
     except Exception as error:  # the import of a package that is only half there raises anything
         return f"{type(error).__name__}: {error}"
-    return found
 
 
-def loaded(backend: str) -> bool:
-    """Whether the program has imported what a backend needs; that can take seconds."""
-    return all(name in sys.modules for name in _MODULES[backend])
-
-
-def missing(backend: str, device: torch.device) -> str | None:
+def missing(backend: str, device: torch.device, *, load: bool = True) -> str | None:
     """Why a backend can't be used on a device here, or None."""
     if device.type != "cuda":
         return f"its kernels are for cuda, not for {device.type}"
-    found = kernel(backend)
-    return found if isinstance(found, str) else None
+    module = kernels(backend, load=load)
+    if isinstance(module, str):
+        return module
+    return None if hasattr(module, "multi_tensor_l2norm") else f"{module.__name__} has no multi_tensor_l2norm"
 
 
 def refuses(dtype: torch.dtype) -> str | None:
@@ -46,15 +48,13 @@ def refuses(dtype: torch.dtype) -> str | None:
 
 
 def is_exact(dtype: torch.dtype) -> bool:
-    """Whether it keeps what total_norm promises: it squares in fp32, which only fp16 numbers do not leave."""
+    """Whether they keep the promises of `total_norm`: they square in fp32, whose range only squares of fp16 keep to."""
     return dtype is torch.float16
 
 
 def sums_of_squares(backend: str, tensors: list[Tensor]) -> Tensor:
     """What `_torch.sums_of_squares` says, squared and added up in fp32."""
-    found = kernel(backend)
-    assert not isinstance(found, str)
     flag = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
-    # Contiguous and on one device, as the kernels demand; empty ones never come here.
-    _, norms = found(_CHUNK, flag, [[tensor.contiguous() for tensor in tensors]], True)
-    return norms.double().square_()
+    contiguous = [tensor.contiguous() for tensor in tensors]
+    _, norms = kernels(backend).multi_tensor_l2norm(CHUNK, flag, [contiguous], True)  # type: ignore[union-attr]
+    return norms.double().square_()  # type: ignore[no-any-return]

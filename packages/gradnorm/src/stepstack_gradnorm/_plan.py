@@ -37,8 +37,7 @@ def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if preferred.type in kinds:
         return preferred
-    kind = next((kind for kind in kinds if kind != "cpu"), kinds[0])
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.empty(0, device=next((kind for kind in kinds if kind != "cpu"), kinds[0])).device
 
 
 def _local(shares: list[Share], sum_: Sum) -> list[Tensor]:
