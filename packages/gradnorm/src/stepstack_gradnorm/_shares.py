@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +22,13 @@ class Share:
     memory: Memory = field(default_factory=Memory)
 
 
+class Layout(NamedTuple):
+    """What placements on a mesh mean for a norm."""
+
+    groups: frozenset[str]  # names of those whose ranks hold other pieces
+    is_partial: bool  # whether ranks hold terms of a sum
+
+
 class Shares:
     """The shares of this rank, in an order that follows from the structure, and the groups that they name."""
 
@@ -29,7 +37,7 @@ class Shares:
         self.of_parts: set[str] = set()  # named by a Part, so every rank of the group knows of it
         self.outside = ""  # why this rank can't know the whole norm by itself
         self._shares: dict[tuple[Hashable, frozenset[str]], Share] = {}
-        self._of_mesh: dict[tuple[DeviceMesh, object], frozenset[str]] = {}
+        self._layouts: dict[tuple[DeviceMesh, object], Layout | None] = {}
 
     def __iter__(self) -> Iterator[Share]:
         return iter(self._shares.values())
@@ -45,11 +53,12 @@ class Shares:
                 own.memory.add(tensor, seen)
 
     def _add_dtensor(self, tensor: DTensor, label: Hashable, names: frozenset[str], seen: Seen) -> None:
-        if tensor.device_mesh.get_coordinate() is None:
+        layout = self._layout(tensor)
+        if layout is None:
             self.outside = f"rank {dist.get_rank()} is outside of the mesh of a DTensor, {tensor.device_mesh}"
             return
-        memory = self._share(label, names | self._of_dtensor(tensor)).memory
-        if any(placement.is_partial() for placement in tensor.placements):
+        memory = self._share(label, names | layout.groups).memory
+        if layout.is_partial:
             memory.add(local_tensor(tensor), seen, local_tensor(_added_up(tensor)))
         else:
             memory.add(local_tensor(tensor), seen)
@@ -66,17 +75,15 @@ class Shares:
         self.of_parts |= names
         return names
 
-    def _of_dtensor(self, tensor: DTensor) -> frozenset[str]:
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if (mesh, placements) not in self._of_mesh:
-            self._of_mesh[mesh, placements] = self._named(
-                [
-                    mesh.get_group(axis)
-                    for axis, placement in enumerate(placements)
-                    if not (placement.is_replicate() or placement.is_partial())
-                ]
-            )
-        return self._of_mesh[mesh, placements]
+    def _layout(self, tensor: DTensor) -> Layout | None:
+        """What a DTensor's is, None if this rank has no place in its mesh."""
+        mesh, placements = key = tensor.device_mesh, tensor.placements
+        if key not in self._layouts:
+            partial = [placement.is_partial() for placement in placements]
+            cut = [axis for axis, placement in enumerate(placements) if not (placement.is_replicate() or partial[axis])]
+            is_inside = mesh.get_coordinate() is not None
+            self._layouts[key] = Layout(self._named(map(mesh.get_group, cut)), any(partial)) if is_inside else None
+        return self._layouts[key]
 
     def _named(self, groups: Iterable[dist.ProcessGroup]) -> frozenset[str]:
         several = {str(group.group_name): group for group in groups if group.size() > 1}
