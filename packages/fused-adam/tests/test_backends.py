@@ -6,16 +6,15 @@ import types
 import pytest
 import torch
 
-from stepstack_fused_adam import FusedAdamW, _backends, _compiled, _multi_tensor, backends
+from stepstack_fused_adam import FusedAdamW, _backends, _compiler, _multi_tensor, backends
 from stepstack_fused_adam._backends import assign
 from stepstack_fused_adam._compiled import CompiledStep
 from stepstack_fused_adam._definition import Scalars, States, update_
 from stepstack_fused_adam._hyperparameters import Hyperparameters
-from stepstack_fused_adam._run import run_of
+from stepstack_fused_adam._run import Run, run_of
 from stepstack_fused_adam._state import Precision, create, states_here
 from stepstack_fused_adam._torch import TorchStep
 
-CPU = torch.device("cpu")
 LIBRARIES = {"apex": ["amp_C"], "transformer_engine": ["transformer_engine.pytorch", "transformer_engine_torch"]}
 
 
@@ -28,7 +27,9 @@ def case(numel, dtype=torch.bfloat16, precision=None, device="cpu", amsgrad=Fals
 
 
 def run_like(numel, *arguments, **options):
-    return case(numel, *arguments, device="meta", **options)[1]
+    """One that has no memory, but says that it is on the CPU."""
+    _, run = case(numel, *arguments, device="meta", **options)
+    return Run(run.shape, torch.device("cpu"), run.step, run.states)
 
 
 class Fake(types.ModuleType):
@@ -196,31 +197,31 @@ def test_numbers_that_their_kernels_cannot_read_go_to_torch(on_any_device):
 def test_what_their_kernels_do_not_do_is_refused(on_any_device, options, reason):
     run = run_like(70, **options)
     with pytest.raises(ValueError, match=f"backend 'apex' does not do this step: .*{reason}"):
-        assign("apex", CPU, [run], [run.dtype])
+        assign("apex", [run], [run.dtype])
 
 
 def test_auto_takes_torchs_kernel_where_that_is_one_pass():
     large = run_like(2**20, torch.float32, Precision())
-    assert assign("auto", CPU, [large] * 100, [torch.float32] * 100) == [TorchStep] * 100
+    assert assign("auto", [large] * 100, [torch.float32] * 100) == [TorchStep] * 100
 
 
 def test_auto_compiles_for_large_models_only(monkeypatch):
     def auto(*runs):
-        return assign("auto", CPU, runs, [torch.bfloat16] * len(runs))
+        return assign("auto", runs, [torch.bfloat16] * len(runs))
 
-    monkeypatch.setattr(_compiled, "missing", lambda device: None)
+    monkeypatch.setattr(_compiler, "missing", lambda device: None)
     large, small = run_like(2**20), run_like(2**10)
     assert auto(large, small) == [TorchStep] * 2
     assert auto(small, *[large] * 16) == [TorchStep, *[CompiledStep] * 16]
     assert auto(*[small] * 2**15) == [TorchStep] * 2**15
-    monkeypatch.setattr(_compiled, "missing", lambda device: "no compiler")
+    monkeypatch.setattr(_compiler, "missing", lambda device: "no compiler")
     assert auto(small, *[large] * 16) == [TorchStep] * 17
 
 
 def test_auto_takes_a_library_that_the_program_has_imported(on_any_device):
-    assert assign("auto", CPU, [run_like(2**10)], [torch.bfloat16]) == [_backends._KERNELS["transformer_engine"]]
+    assert assign("auto", [run_like(2**10)], [torch.bfloat16]) == [_backends._KERNELS["transformer_engine"]]
     odd = run_like(2**10, precision=Precision("remainder"))
-    assert assign("auto", CPU, [odd], [torch.bfloat16]) == [TorchStep]
+    assert assign("auto", [odd], [torch.bfloat16]) == [TorchStep]
 
 
 def test_names_are_checked():

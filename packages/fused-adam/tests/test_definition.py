@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from stepstack_fused_adam import _torch
 from stepstack_fused_adam._definition import Scalars, adam, first_moment, second_moment, update_, weight
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, run_of
@@ -138,7 +137,7 @@ def test_the_torch_backend_cuts_what_is_large(monkeypatch):
     for trained in (whole, cut):
         trained.run.step.fill_(1)
     whole.through_torch(numbers(1, torch.bfloat16), by)
-    monkeypatch.setattr(_torch, "_BATCH", {"cpu": 64})
+    monkeypatch.setattr(Run, "batch", 64)
     cut.through_torch(numbers(1, torch.bfloat16), by)
     for a, b in zip(whole.numbers(), cut.numbers(), strict=True):
         distance = ulps(a, b)

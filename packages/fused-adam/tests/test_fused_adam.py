@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from stepstack_fused_adam import FusedAdam
+from stepstack_fused_adam import FusedAdam, steps_in_groups
 
 
 def parameters():
@@ -102,14 +102,14 @@ def test_betas_in_third_place_are_refused():
         FusedAdam(parameters(), 0.1, (0.9, 0.99))
 
 
-def test_steps_in_the_group_are_read():
+def test_steps_in_the_group_are_written_and_read():
     """As Apex and Transformer Engine save them: one count for a group, none in the states."""
     params, theirs = parameters(), parameters()
     other = torch.optim.Adam(theirs, lr=0.1, foreach=False)
     train(theirs, other)
-    saved = copy.deepcopy(other.state_dict())
-    for state in saved["state"].values():
-        del state["step"]
+    saved = steps_in_groups(other.state_dict())
+    assert saved["param_groups"][0]["step"] == 3
+    assert set(saved["state"][0]) == {"exp_avg", "exp_avg_sq"}
     saved["param_groups"][0]["step"] = torch.tensor([3], dtype=torch.int32)
     optimizer = FusedAdam(params, lr=0.1)
     for param, twin in zip(params, theirs, strict=True):
@@ -118,3 +118,14 @@ def test_steps_in_the_group_are_read():
     assert optimizer.state[params[1]]["step"] == 3
     assert "step" not in optimizer.param_groups[0]
     torch.testing.assert_close(train(params, optimizer), train(theirs, other), rtol=1e-6, atol=1e-6)
+
+
+def test_different_counts_do_not_fit_into_a_group():
+    params = parameters()
+    optimizer = FusedAdam(params)
+    assert steps_in_groups(optimizer.state_dict())["param_groups"][0]["step"] == 0
+    train(params, optimizer)
+    params[0].grad = None
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"group 0 have made different numbers of steps: \[3.0, 4.0\]"):
+        steps_in_groups(optimizer.state_dict())

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from stepstack_fused_adam import FusedAdamW
+from stepstack_fused_adam._block8 import blocks
+from stepstack_fused_adam._run import run_of
+from stepstack_fused_adam._state import Precision, create, states_here
+from stepstack_fused_adam._torch import TorchStep
 from stepstack_testing import HostSyncs, Operations
 
 
@@ -224,3 +228,18 @@ def test_what_moves_elsewhere_leaves_no_memory_behind(master_weights):
         param.data = param.data.clone()
     del param, value
     assert [reference().nbytes() for reference in left if reference() is not None] == []
+
+
+def test_more_elements_than_a_32_bit_index_has():
+    numel = 2**31 + 8
+    param = torch.empty(numel, dtype=torch.bfloat16, device="meta")
+    (state,) = create([param], Precision("fp32", "block8", "block8"), amsgrad=False)
+    run = run_of(param, state["step"], states_here(state))
+    parts = run.cut(2**30)
+    assert [part.numel for part in parts] == [2**30, 2**30, 8]
+    assert [part.states.exp_avg_scale.numel() for part in parts] == [2**24, 2**24, 1]
+    assert parts[2].states.master.storage_offset() == 2**31
+    assert blocks(numel) == 2**25 + 1
+    pieces = TorchStep([run], torch.bfloat16)._pieces
+    assert sum(piece.run.numel for piece in pieces) == numel
+    assert pieces[-1].start == 2**31

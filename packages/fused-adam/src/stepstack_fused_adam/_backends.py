@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam import _compiled, _multi_tensor
+from stepstack_fused_adam import _compiler, _multi_tensor
 from stepstack_fused_adam._compiled import CompiledStep
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._multi_tensor import KernelStep
@@ -34,7 +34,7 @@ def backends(device: torch.device | str | None = None) -> dict[str, str | None]:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = torch.device(device)
-    reasons = {"torch": None, "compiled": _compiled.missing(device)}
+    reasons = {"torch": None, "compiled": _compiler.missing(device)}
     return reasons | {name: _multi_tensor.missing(name, device) for name in _KERNELS}
 
 
@@ -46,12 +46,10 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend {backend!r} is not here: {reason}. backends() tells which are")
 
 
-def steps_of(
-    backend: str, device: torch.device, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]
-) -> list[tuple[Step, list[int]]]:
+def steps_of(backend: str, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]) -> list[tuple[Step, list[int]]]:
     """What does a step of these runs, all on one device: steps, with the indices of the runs that each takes."""
     alike: dict[tuple[Backend, object], list[int]] = {}
-    for index, chosen in enumerate(assign(backend, device, runs, grad_dtypes)):
+    for index, chosen in enumerate(assign(backend, runs, grad_dtypes)):
         alike.setdefault((chosen, (runs[index].dtypes, grad_dtypes[index])), []).append(index)
     return [
         (chosen([runs[index] for index in indices], grad_dtypes[indices[0]]), indices)
@@ -59,41 +57,39 @@ def steps_of(
     ]
 
 
-def assign(
-    backend: str, device: torch.device, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]
-) -> list[Backend]:
+def assign(backend: str, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]) -> list[Backend]:
     """Which backend does each of the runs, all on one device."""
     cases = list(zip(runs, grad_dtypes, strict=True))
-    if backend == "torch":
+    if backend == "torch" or not runs:
         return [TorchStep] * len(runs)
     if backend == "compiled":
         return [CompiledStep] * len(runs)
     if backend in _KERNELS:
-        return [_kernels(backend, device, *case) for case in cases]
+        return [_kernels(backend, *case) for case in cases]
     numel = sum(run.numel for run, dtype in cases if _is_for_compiler(run, dtype))
-    compiles = numel >= _WORTH_COMPILING and _compiled.missing(device) is None
-    return [_automatic(device, *case, compiles) for case in cases]
+    compiles = numel >= _WORTH_COMPILING and _compiler.missing(runs[0].device) is None
+    return [_automatic(*case, compiles) for case in cases]
 
 
-def _automatic(device: torch.device, run: Run, grad_dtype: torch.dtype, compiles: bool) -> Backend:
+def _automatic(run: Run, grad_dtype: torch.dtype, compiles: bool) -> Backend:
     if takes(run, grad_dtype):
         return TorchStep
     if compiles and _is_for_compiler(run, grad_dtype):
         return CompiledStep
     for name in _KERNELS:
-        if _multi_tensor.loaded(name) and not _unfit(name, device, run, grad_dtype):
+        if _multi_tensor.loaded(name) and not _unfit(name, run, grad_dtype):
             return _KERNELS[name]
     return TorchStep
 
 
-def _kernels(backend: str, device: torch.device, run: Run, grad_dtype: torch.dtype) -> Backend:
-    if reason := _unfit(backend, device, run, grad_dtype):
+def _kernels(backend: str, run: Run, grad_dtype: torch.dtype) -> Backend:
+    if reason := _unfit(backend, run, grad_dtype):
         raise ValueError(f"backend {backend!r} does not do this step: {reason}; backend='auto' does")
     return _KERNELS[backend]
 
 
-def _unfit(backend: str, device: torch.device, run: Run, grad_dtype: torch.dtype) -> str | None:
-    return _multi_tensor.missing(backend, device) or _multi_tensor.refuses(backend, run, grad_dtype)
+def _unfit(backend: str, run: Run, grad_dtype: torch.dtype) -> str | None:
+    return _multi_tensor.missing(backend, run.device) or _multi_tensor.refuses(backend, run, grad_dtype)
 
 
 def _is_for_compiler(run: Run, grad_dtype: torch.dtype) -> bool:

@@ -67,7 +67,7 @@ def _blocked(x: Tensor) -> Tensor:
 
 
 def _flat(blocked: Tensor, like: Tensor) -> Tensor:
-    return blocked.reshape(-1)[: like.numel()]
+    return blocked.view(-1)[: like.numel()]
 
 
 def _dither(v: Tensor) -> Tensor:

@@ -70,6 +70,25 @@ def set_counts(states: Sequence[State], counts: Sequence[float]) -> None:
             state["step"] = apart[id(step), count]
 
 
+def steps_in_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of `FusedAdamW` or torch.optim.Adam(W) with step counts where Apex and Transformer Engine have them.
+
+    That is one for each parameter group, as `step` in the group, and none in the states. Shares its tensors with
+    `state_dict`. Raises ValueError where counts in a group differ. `FusedAdamW.load_state_dict` reads both.
+    """
+    groups = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        counts = {float(state_dict["state"][key]["step"]) for key in group["params"] if key in state_dict["state"]}
+        if len(counts) > 1:
+            raise ValueError(f"the parameters of group {number} have made different numbers of steps: {sorted(counts)}")
+        groups.append({**group, "step": int(counts.pop()) if counts else 0})
+    states = {
+        key: {name: value for name, value in state.items() if name != "step"}
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
 def taken_over(live: Any, saved_value: Any) -> Any:
     """A saved value of a group in the form of the live one: floats stay floats, tensors keep their address."""
     if isinstance(live, tuple) and isinstance(saved_value, tuple | list):

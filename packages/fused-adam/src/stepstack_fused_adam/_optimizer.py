@@ -124,13 +124,8 @@ class FusedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         scale, skip = contract(_whole(getattr(self, "grad_scale", None)), _whole(getattr(self, "found_inf", None)))
-        self._plans.check(self.state.values())
-        new_plans = [
+        for index, group in enumerate(self.param_groups):
             self._step_group(index, Hyperparameters.of(group, scale, skip))
-            for index, group in enumerate(self.param_groups)
-        ]
-        if any(new_plans):
-            self._plans.remember(self.state.values())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -233,33 +228,34 @@ class FusedAdamW(torch.optim.AdamW):
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
-    def _step_group(self, index: int, by: Hyperparameters) -> bool:
-        """Whether it took a new plan."""
+    def _step_group(self, index: int, by: Hyperparameters) -> None:
         params, here, grads = with_gradients(self.param_groups[index]["params"])
         if not params:
-            return False
-        plan = known = self._plans.get(index, params, here, grads)
+            return
+        plan = self._plans.get(index, params, here, grads, [self.state.get(param, {}) for param in params])
         if plan is None:
             plan = Plan(self._members(index, params, here, grads), here, grads, self._backend)
-            self._plans.put(index, params, plan)
+            self._plans.put(index, params, [self.state[param] for param in params], plan)
         plan.step_(here, grads, by)
         # Not every backend tells autograd that the weights of an earlier forward are gone.
         torch.autograd.graph.increment_version(params)
-        return known is None
 
     def _members(self, index: int, params: list[Tensor], here: list[Tensor], grads: list[Tensor]) -> list[Run]:
         """The states of the parameters with gradients, new ones if need be; the others keep their step count."""
         group = self.param_groups[index]
-        place = {id(param): place for place, param in enumerate(group["params"])}
-        names = [_name(index, group, place[id(param)]) for param in params]
-        for param, grad, name in zip(here, grads, names, strict=True):
-            check_grad(grad, param, name)
+        names = {id(param): _name(index, group, place) for place, param in enumerate(group["params"])}
+        for param, param_here, grad in zip(params, here, grads, strict=True):
+            check_grad(grad, param_here, names[id(param)])
         self._create(params, group["amsgrad"])
-        states = [self.state[param] for param in params]
-        count_apart([self.state[param] for param in group["params"] if self.state.get(param)], states)
-        members = [run_of(param, state["step"], states_here(state)) for param, state in zip(here, states, strict=True)]
-        for member, name in zip(members, names, strict=True):
-            check_states(member, name)
+        count_apart(
+            [self.state[param] for param in group["params"] if self.state.get(param)],
+            counted=[self.state[param] for param in params],
+        )
+        members = []
+        for param, param_here in zip(params, here, strict=True):
+            state = self.state[param]
+            members.append(run_of(param_here, state["step"], states_here(state)))
+            check_states(members[-1], names[id(param)])
         return members
 
     def _create(self, params: list[Tensor], amsgrad: bool) -> None:

@@ -32,7 +32,7 @@ class Plan:
         for device in self._counts:
             here = [one for one in placed if one.run.device == device]
             dtypes = [grads[one.index].dtype for one in here]
-            for step, places in steps_of(backend, device, [one.run for one in here], dtypes):
+            for step, places in steps_of(backend, [one.run for one in here], dtypes):
                 self._work.append((device, step, [here[place] for place in places]))
 
     def fits(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:

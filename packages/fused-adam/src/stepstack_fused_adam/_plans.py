@@ -1,7 +1,7 @@
 """The plans of an optimizer, one for each parameter group, as long as they are good."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,46 +12,48 @@ from stepstack_fused_adam._run import local
 
 
 class Plans:
-    """Dropped when a state is replaced or moves, and at once when a tensor of a state dies.
+    """A plan is good as long as the states of its parameters are the same tensors in the same memory.
 
-    So a state that somebody moves to another device leaves no memory behind.
+    It is dropped at once when one of them dies, so states that somebody moves elsewhere leave no memory behind.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[int, tuple[list[int], Plan]] = {}
-        self._memory: object = None
-        self._watched: list[weakref.ref[Tensor]] = []
+        self._plans: dict[int, tuple[object, Plan]] = {}
+        self._watched: dict[int, list[weakref.ref[Tensor]]] = {}
 
-    def get(self, index: int, params: Sequence[Tensor], here: Sequence[Tensor], grads: Sequence[Tensor]) -> Plan | None:
-        """The plan of a group for these parameters, if everything is where it was. `here` is what this rank holds."""
-        ids, plan = self._plans.get(index, (None, None))
-        return plan if plan is not None and ids == list(map(id, params)) and plan.fits(here, grads) else None
+    def get(
+        self,
+        group: int,
+        params: Sequence[Tensor],
+        here: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+    ) -> Plan | None:
+        """The plan of a group for these parameters, of which this rank holds what is `here`."""
+        if group in self._plans:
+            memory, plan = self._plans[group]
+            if memory == _memory(params, _tensors(states)) and plan.fits(here, grads):
+                return plan
+        return None
 
-    def put(self, index: int, params: Sequence[Tensor], plan: Plan) -> None:
-        self._plans[index] = list(map(id, params)), plan
-
-    def check(self, states: Iterable[dict[str, Any]]) -> None:
-        """Before a step: drop everything if the states are not those that were remembered."""
-        if _memory(_tensors(states)) != self._memory:
-            self._plans.clear()
-
-    def remember(self, states: Iterable[dict[str, Any]]) -> None:
-        """After a step that made plans."""
+    def put(self, group: int, params: Sequence[Tensor], states: Sequence[dict[str, Any]], plan: Plan) -> None:
+        """Keep a plan, instead of the last one of the group."""
         tensors = _tensors(states)
         plans = self._plans
-        self._memory = _memory(tensors)
-        self._watched = [weakref.ref(tensor, lambda _: plans.clear()) for tensor in tensors]
+        plans[group] = _memory(params, tensors), plan
+        self._watched[group] = [weakref.ref(tensor, lambda _: plans.pop(group, None)) for tensor in tensors]
 
 
-def _tensors(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+def _tensors(states: Sequence[dict[str, Any]]) -> list[Tensor]:
     values: list[Any] = list(chain.from_iterable(map(dict.values, states)))
     return values if _are_plain(values) else [value for value in values if isinstance(value, Tensor)]
 
 
-def _memory(tensors: Sequence[Tensor]) -> object:
-    """Where they are; a tensor that died could have lent its id to another, but then there is no plan any more."""
+def _memory(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> object:
+    """Which parameters and states, and where these are."""
+    # An id may be that of a tensor that died and lent it, but then there is no plan any more.
     here = tensors if _are_plain(tensors) else list(map(local, tensors))
-    return list(map(id, tensors)), list(map(Tensor.data_ptr, here))
+    return list(map(id, params)), list(map(id, tensors)), list(map(Tensor.data_ptr, here))
 
 
 def _are_plain(values: Sequence[Any]) -> bool:

@@ -48,6 +48,16 @@ class Run:
         return all(dtype is None or dtype.is_floating_point for dtype in self.dtypes)
 
     @cached_property
+    def coded(self) -> bool:
+        """Whether there are codes, and scales of blocks."""
+        return self.states.exp_avg_scale is not None or self.states.exp_avg_sq_scale is not None
+
+    @property
+    def batch(self) -> int:
+        """How many elements to have copies of at a time: a CPU keeps these in its caches, a GPU wants long kernels."""
+        return 2**20 if self.device.type == "cpu" else 2**25
+
+    @cached_property
     def flat(self) -> "Run":
         """The same memory, with one dim."""
         return self.extended(self.numel)
@@ -59,7 +69,7 @@ class Run:
 
     def extended(self, numel: int) -> "Run":
         """The flat run of `numel` elements that starts where this one does."""
-        sized = zip(self.states, _sizes(numel), strict=True)
+        sized = zip(self.states, state_sizes(numel), strict=True)
         flats = (None if tensor is None else flat(tensor, size) for tensor, size in sized)
         return Run(self.shape.new_empty(numel), self.device, self.step, _states(flats))
 
@@ -68,7 +78,7 @@ class Run:
         shapes = torch.split(self.flat.shape, limit)
         columns = [
             [None] * len(shapes) if tensor is None else torch.split(tensor, size)
-            for tensor, size in zip(self.flat.states, _sizes(limit), strict=True)
+            for tensor, size in zip(self.flat.states, state_sizes(limit), strict=True)
         ]
         return [
             Run(shape, self.device, self.step, _states(tensors))
@@ -79,6 +89,11 @@ class Run:
 def run_of(param: Tensor, step: Tensor, states: States) -> Run:
     """Of one parameter, on this rank."""
     return Run(dense_like(param), param.device, step, states)
+
+
+def state_sizes(numel: int) -> tuple[int, ...]:
+    """Of each state of so many elements."""
+    return tuple(blocks(numel) if name.endswith("_scale") else numel for name in States._fields)
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -133,11 +148,6 @@ def stretches(members: Sequence[Sequence[Tensor | None]]) -> list[list[int]]:
 
 def _states(tensors: Iterable[Tensor | None]) -> States:
     return States(*tensors)  # type: ignore[arg-type]  # made from other states: None is where it was there
-
-
-def _sizes(numel: int) -> tuple[int, ...]:
-    """Of each state of so many elements."""
-    return tuple(blocks(numel) if name.endswith("_scale") else numel for name in States._fields)
 
 
 def _address(member: Sequence[Tensor | None]) -> tuple[str, int, int]:

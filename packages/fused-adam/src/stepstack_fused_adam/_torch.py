@@ -11,10 +11,6 @@ from stepstack_fused_adam._definition import update_
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, arithmetic, flat
 
-# Elements whose wide copies exist at a time: a CPU keeps so many in its caches, a GPU wants long kernels.
-_BATCH = {"cpu": 2**20}
-_LONG_BATCH = 2**25
-
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -31,7 +27,7 @@ class TorchStep:
 
     def __init__(self, runs: Sequence[Run], grad_dtype: torch.dtype) -> None:
         self._runs = runs
-        self._limit = _BATCH.get(runs[0].device.type, _LONG_BATCH)
+        self._limit = runs[0].batch
         self._one_pass = takes(runs[0], grad_dtype)
 
     def __call__(self, params: Tensors, grads: Tensors, by: Hyperparameters) -> None:
