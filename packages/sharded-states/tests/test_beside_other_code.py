@@ -1,7 +1,9 @@
 """What common lines of other code do to a model whose optimizer is sharded: what their users mean, or an error."""
 
 import copy
+import gc
 import io
+import pickle
 
 import pytest
 import torch
@@ -107,6 +109,27 @@ def test_a_saved_model_loads_anywhere():
     fresh = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 5))
     fresh.load_state_dict(torch.load(file))
     assert same(values(fresh), values(model))
+
+
+def test_a_model_is_pickled_without_its_gradients_and_keeps_its_other_attributes():
+    def check(rank):
+        model, _optimizer = make()
+        model[0].weight.tensor_parallel = True
+        model(torch.ones(5)).square().sum().backward()
+        copied = pickle.loads(pickle.dumps(model))
+        assert vars(copied[0].weight) == {"tensor_parallel": True}
+        return same(values(copied), values(model))
+
+    assert check(0)
+    assert on_ranks(2, check) == [True, True]
+
+
+def test_what_an_optimizer_has_left_on_a_model_goes_with_it():
+    model, optimizer = make()
+    step(model, optimizer)
+    del optimizer
+    gc.collect()
+    assert all(vars(p) == {} for p in model.parameters())
 
 
 def test_clip_from_torch_on_param_groups_clips():

@@ -166,6 +166,19 @@ def test_a_gradient_after_the_launch_of_its_bucket():
     assert re.search("rank 1.*'late'.*same backward", refusal_on_rank_1(make, RuntimeError))
 
 
+def test_a_gradient_after_its_bucket_was_given_back():
+    def make(rank):
+        params = [(f"p{number}", param()) for number in range(6)]
+        optimizer = ShardedOptimizer(params, SGD, bucket_cap_mb=1e-6, shard_gradients=True)
+        x = Nested.apply(params[0][1] * 1, [params[-1][1]])
+        for _, p in params[1:]:
+            x = x * p
+        x.sum().backward()
+        optimizer.step()
+
+    assert re.search("rank 1.*'p5'.*same backward", refusal_on_rank_1(make, RuntimeError))
+
+
 def test_a_parameter_that_left_its_bucket():
     def make(rank):
         model = nn.Linear(3, 3)
@@ -188,6 +201,98 @@ def test_a_second_optimizer_takes_over_and_the_first_one_says_so():
         first.step()
 
     assert "'p' has left its bucket" in refusal_on_rank_1(make, RuntimeError)
+
+
+DIFFERENT = {
+    "another order": (
+        lambda rank: {"params": [("a", param(70)), ("b", param(71))][:: 1 if rank else -1]},
+        "here is parameter 'a', torch.float32, shape .70,.*first rank, parameter 'b'",
+    ),
+    "one more": (
+        lambda rank: {"params": [("a", param()), ("b", param())][: rank + 1]},
+        "'b'.*first rank, nothing more",
+    ),
+    "another dtype": (lambda rank: {"params": [("a", param(dtype=torch.float32 if rank else torch.half))]}, "float16"),
+    "another option": (lambda rank: {"params": [param()], "bucket_cap_mb": 1 + rank}, "options.*2.*first rank.* 1"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_other_parameters_or_options_than_on_another_rank(given, message):
+    said = refusal_on_rank_1(lambda rank: ShardedOptimizer(**given(rank), optimizer_class=SGD), ValueError)
+    assert re.search(f"rank 1.*{message}", said)
+
+
+def test_groups_that_differ_when_they_are_added():
+    def make(rank):
+        ShardedOptimizer([param()], SGD).add_param_group({"params": [param(4 + rank)]})
+
+    assert re.search(r"rank 1.*shape \(5,\).*first rank.*shape \(4,\)", refusal_on_rank_1(make, ValueError))
+
+
+def test_an_optimizer_made_before_the_process_group():
+    p = param()
+    early = ShardedOptimizer([p], SGD)
+    assert re.search("rank 1.*before.*init_process_group", refusal_on_rank_1(lambda _: early.step(), RuntimeError))
+
+
+@pytest.mark.parametrize("late", ["DistributedDataParallel", "by hand"])
+def test_a_gradient_that_is_written_where_one_was_taken_from(late):
+    def make(rank):
+        model = nn.Linear(3, 3)
+        optimizer = ShardedOptimizer(model.named_parameters(), SGD)
+        outer = nn.parallel.DistributedDataParallel(model) if late != "by hand" else model
+        outer(torch.ones(3)).sum().backward()
+        if late == "by hand":
+            model.weight.grad = torch.ones(3, 3)
+        optimizer.step()
+
+    assert re.search(rf"rank 1.*'weight'.*{late}", refusal_on_rank_1(make, RuntimeError))
+
+
+def test_parameters_that_share_memory():
+    shared = torch.ones(4, 6)
+    for one, other in [(shared, shared), (shared[:3], shared[2:]), (shared[:, :4], shared[1:, 3:])]:
+        with pytest.raises(ValueError, match="'one' and 'other' share memory"):
+            ShardedOptimizer([("one", nn.Parameter(one)), ("other", nn.Parameter(other))], SGD)
+    with pytest.raises(ValueError, match="'frozen'"):
+        ShardedOptimizer([("w", nn.Parameter(shared)), ("frozen", nn.Parameter(shared).requires_grad_(False))], SGD)
+    columns = [nn.Parameter(shared[:, place::2]) for place in (0, 1)]
+    optimizer = ShardedOptimizer(columns, SGD)
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.add_param_group({"params": [nn.Parameter(columns[0].detach())]})
+
+
+@pytest.mark.parametrize(
+    ("odd", "error", "message"),
+    [
+        (lambda: param(dtype=torch.complex64), TypeError, "complex64"),
+        (lambda: nn.LazyLinear(3).weight, ValueError, "no shape yet"),
+    ],
+    ids=["complex", "lazy"],
+)
+def test_parameters_of_other_kinds(odd, error, message):
+    with pytest.raises(error, match=f"'odd'.*{message}"):
+        ShardedOptimizer([("odd", odd())], SGD)
+
+
+def test_a_process_group_for_a_mesh():
+    def make(rank):
+        group = torch.distributed.group.WORLD
+        with pytest.raises(TypeError, match="group 0 must be a DeviceMesh, got ProcessGroup"):
+            ShardedOptimizer([{"params": [param()], "mesh": group}], SGD)
+        ShardedOptimizer([param()], SGD, mesh=group)
+
+    assert re.search("rank 1.*DeviceMesh, got ProcessGroup; DeviceMesh.from_group", refusal_on_rank_1(make, TypeError))
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+@pytest.mark.parametrize(("flag", "error"), [(1.0, TypeError), (torch.ones(2), ValueError)], ids=["float", "two"])
+def test_flags_that_are_not_one_number_on_a_device(name, flag, error):
+    optimizer = ShardedOptimizer([param()], SGD)
+    setattr(optimizer, name, flag)
+    with pytest.raises(error, match=f"{name} must be"):
+        optimizer.step()
 
 
 def test_a_parameter_that_was_unfrozen():

@@ -23,7 +23,7 @@ class Backward:
         self._find_unused, self._zero_fill_unused = find_unused, zero_fill_unused
         self.synchronising = True
         self._launched = 0
-        self._running = False
+        self._end: weakref.ref[Callable[[], None]] | None = None  # what the engine calls at the end of this backward
         self._stepped = False
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
@@ -34,10 +34,17 @@ class Backward:
 
     def finish(self) -> None:
         """Reduce what no backward has: accumulated under `no_sync`, or assigned to `.grad` by hand. Collective then."""
+        self._check_last_backward()
         for bucket in self.buckets:
             for member in bucket.members:
                 if bucket.gradients.is_new(member):
                     self._start_afresh()
+                    if member.used:
+                        raise RuntimeError(
+                            f"{this_rank()}: parameter {member.name!r} got something in .grad after its gradient was "
+                            "taken into a bucket: from DistributedDataParallel around the model, which isn't needed "
+                            "and averages nothing, or by hand, before which zero_grad() of the optimizer is needed"
+                        )
                     bucket.receive(member)
         waiting = any(bucket.gradients.set_aside for bucket in self.buckets)
         if waiting or any(member.unreduced for bucket in self.buckets for member in bucket.members):
@@ -46,7 +53,7 @@ class Backward:
     def zero_grad(self, set_to_none: bool) -> None:
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none)
-        self._launched, self._running, self._stepped = 0, False, False
+        self._launched, self._end, self._stepped = 0, None, False
 
     def stepped(self) -> None:
         """A step has used the gradients: they can still be looked at, the next one to arrive starts afresh."""
@@ -61,6 +68,7 @@ class Backward:
                 handles.append(member.param.register_hook(before))  # type: ignore[no-untyped-call]
             for handle in handles:
                 weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
+            weakref.finalize(self, member.hide)
 
     def _prepare(self, bucket: Bucket, member: Member) -> None:
         if member.param.data_ptr() == member.address:
@@ -70,8 +78,9 @@ class Backward:
     def _receive(self, bucket: Bucket, member: Member) -> None:
         if member.param.data_ptr() != member.address:
             return  # another optimizer has taken the parameter, or it was moved: then step() says so
+        self._check_last_backward()
         self._start_afresh()
-        if bucket.gradients.under_way:
+        if bucket.launched:
             raise RuntimeError(
                 f"{this_rank()}: parameter {member.name!r} got another gradient in the same backward after its bucket "
                 "was reduced, so part of it would be lost. Something inside this backward runs a backward of its own "
@@ -83,6 +92,13 @@ class Backward:
             bucket.arrived.add(member)
             self._launch_full()
 
+    def _check_last_backward(self) -> None:
+        if self._end is not None and self._end() is None:  # the engine has dropped it without a call
+            raise RuntimeError(
+                f"{this_rank()}: the last backward ended in an exception, so gradients are missing and reductions were "
+                "left half done: call the optimizer's zero_grad(), on every rank, before going on"
+            )
+
     def _start_afresh(self) -> None:
         if self._stepped:
             grads = [(member, member.param.grad) for bucket in self.buckets for member in bucket.members]
@@ -91,10 +107,11 @@ class Backward:
                 member.param.grad = grad
 
     def _follow_to_its_end(self) -> None:
-        if not self._running:
-            self._running = True
+        if self._end is None:
+            at_end = self._reduce
+            self._end = weakref.ref(at_end)
             # The engine calls back when the backward it is in is over, as FSDP2 and DDP have it do.
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def _launch_full(self) -> None:
         while self._launched < len(self.buckets):
@@ -124,7 +141,7 @@ class Backward:
             self._agree_on_what_is_used()
         for bucket in self.buckets:
             bucket.finish()
-        self._launched, self._running = 0, False
+        self._launched, self._end = 0, None
 
     def _agree_on_what_is_used(self) -> None:
         """A gradient on one rank is a gradient for all, as in DDP."""

@@ -1,7 +1,9 @@
 """A flat buffer of parameters, a flat buffer of their gradients, and who owns which slice."""
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,12 @@ class Member:
         """Its part of a buffer of the bucket's size, as the parameter lies in its own."""
         return flat.as_strided(self.param.shape, self.stride, self.start)
 
+    def hide(self) -> None:
+        """Let nobody look for this parameter's gradient here any more."""
+        shown = getattr(self.param, "grad_shard", None)
+        if shown is self.shard_grad or shown is self.missing_grad:
+            del self.param.grad_shard, self.param.__getstate__  # type: ignore[attr-defined]
+
     def show(self, grad: Tensor | None) -> None:
         """Let everybody who looks for this parameter's gradient find it, or find that there is none."""
         self.shard.grad = grad
@@ -66,6 +74,8 @@ class Bucket:
     members: list[Member] = field(default_factory=list)
     arrived: set[Member] = field(default_factory=set)
     """Those whose gradient has come in this backward."""
+    launched: bool = False
+    """In this backward."""
 
     def receive(self, member: Member) -> None:
         """Take in a gradient that is new in `member.param.grad`."""
@@ -74,11 +84,13 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the reduction. Every rank launches its buckets in the same order."""
+        self.launched = True
         self.gradients.launch(self.members)
 
     def finish(self) -> None:
         """The reduction is over: give the pieces their gradients."""
         self.arrived.clear()
+        self.launched = False
         for member in self.members:
             member.unreduced = False
             if member.used:
@@ -87,9 +99,10 @@ class Bucket:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients, or set those that are there to zero."""
         self.arrived.clear()
+        self.launched = False
         self.gradients.zero(self.members, set_to_none=set_to_none)
         for member in self.members:
-            member.show(None)
+            member.show(member.shard_grad if member.used and not member.unreduced else None)
 
     def before_step(self) -> None:
         """Start to give the inner optimizer the gradients, where it wants them elsewhere."""
@@ -189,4 +202,14 @@ def _member(
     for tensor in (member.shard, member.piece):
         if tensor is not None:
             tensor.grad_dtype = None  # any
+    param.__getstate__ = _attributes(weakref.ref(param))  # type: ignore[attr-defined]
     return member
+
+
+def _attributes(param: "weakref.ref[Parameter]") -> Callable[[], dict[str, Any]]:
+    """What pickle takes of a parameter beside its values: all but its gradient, which belongs to the optimizer."""
+
+    def attributes() -> dict[str, Any]:
+        return {name: value for name, value in vars(param()).items() if name not in ("grad_shard", "__getstate__")}
+
+    return attributes

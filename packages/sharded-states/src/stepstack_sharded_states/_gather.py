@@ -49,7 +49,8 @@ class Gather:
             if params:
                 needed = list(dict.fromkeys(home[param] for param in params))
                 self._while_alive(part.register_forward_pre_hook(_waiting_for(ours, needed)))
-        self._while_alive(module.register_state_dict_pre_hook(_waiting_for(ours, list(buckets))))  # type: ignore[no-untyped-call]
+        for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+            self._while_alive(register(_waiting_for(ours, list(buckets))))  # type: ignore[no-untyped-call]
         self._lazy = True
 
     def _while_alive(self, handle: Any) -> None:

@@ -1,7 +1,6 @@
-"""The gradients of one bucket, from their arrival to the mean of this rank's slice: three ways to hold them."""
+"""The gradients of one bucket, from their arrival to the mean of this rank's slice, in a flat buffer."""
 
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -180,6 +179,7 @@ class ViewedGradients(Gradients):
 
     def receive(self, member: "Member") -> None:
         if self.is_new(member):  # the caller's own, or a sum that autograd has not made in place
+            self.before_accumulation()
             place = member.place_in(self._buffer)
             place.copy_(_strided(member.param.grad))
             member.param.grad = place
@@ -194,92 +194,6 @@ class ViewedGradients(Gradients):
             self._buffer.zero_()
         for member in members:
             member.param.grad = member.place_in(self._buffer)
-
-
-class ShardedGradients(Gradients):
-    """Only the slice stays. A buffer for the whole is borrowed, from a backward's first gradient to the reduction."""
-
-    reduces_always = True
-
-    def __init__(
-        self,
-        reduction: Reduction,
-        like: Tensor,
-        dtype: torch.dtype,
-        mine: slice,
-        padding: Tensor,
-        *,
-        pool: "Pool",
-    ) -> None:
-        super().__init__(reduction, like[:0], dtype, mine, padding)
-        self.slice = torch.zeros_like(like[mine], dtype=dtype)
-        self._pool, self._numel = pool, like.numel()
-        self._whole: Tensor | None = None
-        pool.numel = max(pool.numel, self._numel)
-
-    def receive(self, member: "Member") -> None:
-        self._borrow()
-        super().receive(member)
-
-    def launch(self, members: Sequence["Member"]) -> None:
-        self._borrow()
-        super().launch(members)
-        self._pool.launched.append(self)
-
-    def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
-        super().zero(members, set_to_none=set_to_none)
-        self._give_back()
-        if not set_to_none:
-            self.slice.zero_()
-            self._reduced = True
-
-    def _borrow(self) -> None:
-        if self._whole is None:
-            self._whole = self._pool.borrow(self.slice)
-            self._buffer = self._whole[: self._numel]
-
-    def _give_back(self) -> None:
-        if self in self._pool.launched:
-            self._pool.launched.remove(self)
-        if self._whole is not None:
-            self._pool.give_back(self._whole)
-            self._whole, self._buffer = None, self._buffer[:0]
-
-    def _make_room(self) -> None:
-        """There is."""
-
-    def _take(self, received: Tensor) -> None:
-        if self._reduced:
-            self.slice.add_(received)
-        else:
-            self.slice.copy_(received)
-        self._give_back()
-
-
-class Pool:
-    """Buffers of one dtype and device that buckets borrow: two, or more if the order of arrival asks for it."""
-
-    def __init__(self) -> None:
-        self.numel = 0
-        self.launched: deque[ShardedGradients] = deque()
-        self._free: list[Tensor] = []
-        self._lent = 0
-
-    def borrow(self, like: Tensor) -> Tensor:
-        """A flat buffer with anything in it. Before a third is made, reductions under way are waited for."""
-        while not self._free and self._lent >= 2 and self.launched:
-            oldest = self.launched[0]
-            oldest.across_replicas().wait()
-            oldest.collect()
-        self._lent += 1
-        if self._free:
-            return self._free.pop()
-        return torch.empty(self.numel, dtype=like.dtype, device=like.device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._lent -= 1
-        if buffer.numel() == self.numel:
-            self._free.append(buffer)
 
 
 def _strided(grad: Tensor | None) -> Tensor:

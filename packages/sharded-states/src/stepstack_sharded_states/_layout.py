@@ -59,7 +59,7 @@ def plan(entries: Sequence[Entry], capacity: float) -> list[BucketLayout]:
     total: Counter[Hashable] = Counter()
     for entry in entries:
         total[entry.kind] += _bytes(entry)
-    even = {kind: size / math.ceil(size / capacity) for kind, size in total.items() if size}
+    even = {kind: size / max(1, math.ceil(size / capacity)) for kind, size in total.items() if size}
     open_buckets: dict[Hashable, list[int]] = {}
     filled: Counter[Hashable] = Counter()
     closed: Counter[Hashable] = Counter()

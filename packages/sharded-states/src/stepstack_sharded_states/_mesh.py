@@ -1,5 +1,7 @@
 """The ranks that states are spread over: which hold shards, which hold replicas, and what they tell each other."""
 
+import hashlib
+import itertools
 import socket
 from collections.abc import Iterable
 
@@ -110,6 +112,27 @@ class Ranks:
             dist.broadcast(flat, group=self._replicate_group, group_src=0)
         if self.shards > 1:
             dist.broadcast(flat, group=self._shard_group, group_src=0)
+
+    def compare(self, lines: list[str], device: torch.device) -> None:
+        """Raise ValueError on every rank of the mesh, unless all pass the same lines of text."""
+        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+        highest = torch.tensor([digest, -digest], device=device)
+        self.all_reduce_max(highest)
+        if highest[0] == -highest[1]:  # waits, once for a construction
+            return
+        first = [lines]
+        if self.replicas > 1:
+            dist.broadcast_object_list(first, group=self._replicate_group, group_src=0, device=device)
+        if self.shards > 1:
+            dist.broadcast_object_list(first, group=self._shard_group, group_src=0, device=device)
+        here, there = next(
+            ((a, b) for a, b in itertools.zip_longest(lines, first[0], fillvalue="nothing more") if a != b),
+            ("the same as on the mesh's first rank", "something else on another rank"),
+        )
+        raise ValueError(
+            f"{this_rank()}: the ranks of the mesh must be given the same parameters in the same order and the same "
+            f"options, or slices of different parameters would be averaged; here is {here}; on the first rank, {there}"
+        )
 
     def all_reduce_max(self, value: Tensor) -> None:
         """Leave in `value` the maximum over the mesh."""

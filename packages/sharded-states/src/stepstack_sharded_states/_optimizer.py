@@ -13,8 +13,9 @@ from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._gather import Gather
+from stepstack_sharded_states._inner import agreed, copy_options, flag_of, step_told, step_untold, wait_for_offloaded
 from stepstack_sharded_states._mesh import this_rank
-from stepstack_sharded_states._params import Group, read_groups, refuse
+from stepstack_sharded_states._params import Group, check_in_place, read_groups, refuse
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 
 _NOT_ELEMENTWISE = tuple(
@@ -104,18 +105,12 @@ class ShardedOptimizer(Optimizer):
                 f"{this_rank()}: {optimizer_class.__name__} is not elementwise: it needs whole parameters, and a rank "
                 "has a slice of them, which may end inside one"
             )
-        for name, number in (
-            ("bucket_cap_mb", bucket_cap_mb),
-            ("grad_divisor", grad_divisor),
-            ("grad_predivisor", grad_predivisor),
-        ):
-            if number is not None and not number > 0:
-                raise ValueError(f"{this_rank()}: {name} must be positive, got {number}")
-        if shard_gradients and capturable:
-            raise ValueError(f"{this_rank()}: shard_gradients borrows buffers, capturable wants its own: choose one")
-        if not 0 <= offload_ratio <= 1:
-            raise ValueError(f"{this_rank()}: offload_ratio must be in [0, 1], got {offload_ratio}")
         groups = read_groups(params)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"{this_rank()}: mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; "
+                "DeviceMesh.from_group makes one of a process group"
+            )
         device_type = mesh.device_type if mesh is not None else _first(groups).device.type
         refuse(groups, device_type)
         self._distribution = Distribution(
@@ -129,17 +124,18 @@ class ShardedOptimizer(Optimizer):
             offload_ratio=offload_ratio,
             shard_gradients=shard_gradients,
             capturable=capturable,
-            bucket_capacity=bucket_cap_mb * 2**20,
+            bucket_cap_mb=bucket_cap_mb,
             norm_owner=norm_owner,
         )
         self._gather = Gather()
         self._backward = Backward(find_unused=find_unused_parameters, zero_fill_unused=zero_fill_unused)
-        self._backward.follow(self._distribution.buckets_of(groups))
+        buckets = self._distribution.buckets_of(groups)
         self._groups: list[Group] = []
-        self._inner = optimizer_class([_inner_group(group) for group in groups], **optimizer_kwargs)
-        super().__init__([_outer_group(group) for group in groups], self._inner.defaults)
+        self._inner = optimizer_class([group.of_pieces() for group in groups], **optimizer_kwargs)
+        super().__init__([group.of_shards() for group in groups], self._inner.defaults)
         self._groups = groups
-        _copy_options(self._inner.param_groups, self.param_groups)
+        self._backward.follow(buckets)
+        copy_options(self._inner.param_groups, self.param_groups)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -152,18 +148,19 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_parameters()
+        self._distribution.check_ranks()
+        check_in_place(self._groups)
         self._gather.finish()
         self._backward.finish()
-        _copy_options(self.param_groups, self._inner.param_groups)
+        copy_options(self.param_groups, self._inner.param_groups)
         for bucket in self._backward.buckets:
             bucket.before_step()
-        self._wait_for_offloaded_gradients()
+        wait_for_offloaded(self._backward.buckets)
         self._step_inner()
         for bucket in self._backward.buckets:
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
-        _copy_options(self._inner.param_groups, self.param_groups)
+        copy_options(self._inner.param_groups, self.param_groups)
         self._show_states()
         self._backward.stepped()
         return loss
@@ -226,6 +223,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def refresh_from_model(self) -> None:
         """Take the model's parameters, changed from outside (weights loaded, averaged, …), for the master copy's."""
+        self._gather.finish()
         for bucket in self._backward.buckets:
             bucket.refresh()
 
@@ -239,21 +237,22 @@ class ShardedOptimizer(Optimizer):
         refuse(
             groups, self._distribution.device_type, taken=[param for group in self._groups for _, param in group.params]
         )
-        self._backward.follow(self._distribution.buckets_of(groups))
+        buckets = self._distribution.buckets_of(groups)
+        self._inner.add_param_group(groups[0].of_pieces())
+        super().add_param_group(groups[0].of_shards())
+        self._backward.follow(buckets)
         added = [param for _, param in groups[0].params]
         for group in self._groups:
             group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
-        self._inner.add_param_group(_inner_group(groups[0]))
-        super().add_param_group(_outer_group(groups[0]))
         self._groups += groups
-        _copy_options(self._inner.param_groups, self.param_groups)
+        copy_options(self._inner.param_groups, self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for the same rank of a run with the same mesh, parameters and buckets.
 
         torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are.
         """
-        _copy_options(self.param_groups, self._inner.param_groups)
+        copy_options(self.param_groups, self._inner.param_groups)
         return from_inner(self._inner.state_dict(), self._groups)
 
     @torch.no_grad()
@@ -264,7 +263,7 @@ class ShardedOptimizer(Optimizer):
         load_masters(state_dict, self._groups)
         self._inner.load_state_dict(inner)
         self._show_states()
-        _copy_options(self._inner.param_groups, self.param_groups)
+        copy_options(self._inner.param_groups, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
@@ -278,61 +277,17 @@ class ShardedOptimizer(Optimizer):
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
 
-    def _check_parameters(self) -> None:
-        """A parameter that has left its bucket would go on untrained, as would one that was unfrozen."""
-        for member in self._members():
-            if member.param.data_ptr() != member.address:
-                raise RuntimeError(
-                    f"{this_rank()}: parameter {member.name!r} has left its bucket (.to(), a new memory format, "
-                    "param.data = …, another ShardedOptimizer): make the optimizer after that, and only one"
-                )
-        for group in self._groups:
-            for name, param in group.frozen:
-                if param.requires_grad:
-                    raise RuntimeError(
-                        f"{this_rank()}: parameter {name!r} was frozen when the optimizer was made and so is not in "
-                        "it: add it with add_param_group"
-                    )
-
-    def _wait_for_offloaded_gradients(self) -> None:
-        """The inner optimizer reads on one device what another is still writing: the wait that offloading costs."""
-        buckets = self._backward.buckets
-        for device in {b.params.device for b in buckets if b.inner_grads.device != b.params.device}:
-            if device.type != "cpu":
-                torch.get_device_module(device).current_stream(device).synchronize()
-
-    def _agreed(self, found_inf: Tensor | None) -> Tensor:
-        """Whether some rank wants to skip the step, or ranks differ in what has a gradient; left in `found_inf` too."""
-        device = self._backward.buckets[0].params.device
-        flags = [bucket.gradients.differ for bucket in self._backward.buckets]
-        flags += [None if found_inf is None else found_inf.reshape(()) != 0]  # NaN too, which a maximum may lose
-        here = [flag.to(device, non_blocking=True) for flag in flags if flag is not None]
-        flag = torch.stack(here).any().float() if here else torch.zeros((), device=device)
-        for ranks in self._distribution.ranks:
-            ranks.all_reduce_max(flag)
-        if found_inf is not None:
-            found_inf.copy_(flag.expand_as(found_inf))
-        return flag
-
     def _step_inner(self) -> None:
         """Hand on `grad_scale` and `found_inf` for this step; do their work for an optimizer that doesn't know them."""
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        grad_scale, found_inf = flag_of(self, "grad_scale"), flag_of(self, "found_inf")
         knows_flags = getattr(self._inner, "_step_supports_amp_scaling", False)
+        skip = None
         if knows_flags or found_inf is not None:
-            found_inf = self._agreed(found_inf)
+            skip = agreed(found_inf, self._backward.buckets, self._distribution.ranks)
         if knows_flags:
-            self._inner.grad_scale, self._inner.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
-            try:
-                self._inner.step()
-            finally:
-                del self._inner.grad_scale, self._inner.found_inf  # type: ignore[attr-defined]
-            return
-        if found_inf is not None and found_inf.item():  # the one wait: this optimizer can't read it on the device
-            return
-        grads = [member.piece_grad for member in self._members() if member.piece is not None and member.used]
-        if grad_scale is not None and grads:
-            torch._foreach_div_(grads, grad_scale)
-        self._inner.step()
+            step_told(self._inner, grad_scale, skip)
+        else:
+            step_untold(self._inner, grad_scale, skip, self._members())
 
 
 def _shown_grad(member: Member) -> Tensor:
@@ -341,18 +296,3 @@ def _shown_grad(member: Member) -> Tensor:
 
 def _first(groups: list[Group]) -> Tensor:
     return next(param for group in groups for _, param in group.params)
-
-
-def _inner_group(group: Group) -> dict[str, Any]:
-    return {**group.options, "params": [member.piece for member in group.members if member.piece is not None]}
-
-
-def _outer_group(group: Group) -> dict[str, Any]:
-    shards = [(member.name, member.shard) if group.named else member.shard for member in group.members]
-    return {**group.options, "params": shards}
-
-
-def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Learning rates and the like: whoever changed them last, the loop or the inner optimizer, is followed."""
-    for ours, theirs in zip(source, target, strict=True):
-        theirs |= {key: value for key, value in ours.items() if key not in ("params", "param_names")}

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._mesh import this_rank
+from stepstack_sharded_states._overlap import overlap
 
 
 @dataclass(eq=False)
@@ -26,6 +28,15 @@ class Group:
     named: bool
     """The names are the caller's, not ours."""
     members: list[Member] = field(default_factory=list)
+
+    def of_pieces(self) -> dict[str, Any]:
+        """This group as the inner optimizer has it."""
+        return {**self.options, "params": [member.piece for member in self.members if member.piece is not None]}
+
+    def of_shards(self) -> dict[str, Any]:
+        """This group as callers see it."""
+        shards = [(member.name, member.shard) if self.named else member.shard for member in self.members]
+        return {**self.options, "params": shards}
 
 
 def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
@@ -48,14 +59,20 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
 
 
 def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] = ()) -> None:
-    """Raise for a parameter that can't be sharded, by name: given twice, on another type of device, sharded already."""
+    """Raise for parameters that can't be sharded, by name: given twice, elsewhere, sharded already, not real, …"""
     for number, group in enumerate(groups):
         if group.grad_divisor is not None and not group.grad_divisor > 0:
             raise ValueError(f"{this_rank()}: grad_divisor of group {number} must be positive: {group.grad_divisor}")
+        if group.mesh is not None and not isinstance(group.mesh, DeviceMesh):
+            raise TypeError(
+                f"{this_rank()}: mesh of group {number} must be a DeviceMesh, got {type(group.mesh).__name__}"
+            )
     names: dict[Parameter, str] = dict.fromkeys(taken, "this optimizer")
     for group in groups:
         for name, param in group.params + group.frozen:
             where = f"{this_rank()}: parameter {name!r}"
+            if is_lazy(param):
+                raise ValueError(f"{where} has no shape yet, its module is lazy: run the model once before")
             if param in names:
                 raise ValueError(f"{where} is given twice, it is in {names[param]} too: give each parameter once")
             names[param] = repr(name)
@@ -74,6 +91,32 @@ def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] =
                 raise ValueError(
                     f"{where} is on {str(param.device)!r}, but the states are to be spread over {device_type!r} "
                     f"devices: move the model there before the optimizer is made, or give another mesh"
+                )
+            if not param.is_floating_point():
+                raise TypeError(f"{where} is {param.dtype}: only real floating point numbers are sharded")
+    given = [(name, param) for group in groups for name, param in group.params + group.frozen]
+    shared = overlap(given + [("one of this optimizer's", param) for param in taken])
+    if shared:
+        raise ValueError(
+            f"{this_rank()}: parameters {shared[0]!r} and {shared[1]!r} share memory, though they are two, and would "
+            "lie apart in the buckets: tie them by using one Parameter twice, or clone one of them"
+        )
+
+
+def check_in_place(groups: list[Group]) -> None:
+    """Raise for a parameter that would go on untrained: it has left its bucket, or was unfrozen."""
+    for group in groups:
+        for member in group.members:
+            if member.param.data_ptr() != member.address:
+                raise RuntimeError(
+                    f"{this_rank()}: parameter {member.name!r} has left its bucket (.to(), a new memory format, "
+                    "param.data = …, another ShardedOptimizer): make the optimizer after that, and only one"
+                )
+        for name, param in group.frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{this_rank()}: parameter {name!r} was frozen when the optimizer was made and so is not in it: "
+                    "add it with add_param_group"
                 )
 
 

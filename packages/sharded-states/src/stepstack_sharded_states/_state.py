@@ -28,6 +28,7 @@ def from_inner(inner: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
             for options, group, first in zip(inner["param_groups"], groups, firsts, strict=True)
         ],
         "cut": _cut(groups),
+        "masters": _masters(groups),
     }
 
 
@@ -39,6 +40,11 @@ def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
         raise ValueError(
             f"{this_rank()}: this state dict doesn't fit: it must be the same rank's, of a run with as many ranks, the "
             f"same parameters in the same memory format, and the same buckets; {difference}"
+        )
+    if state_dict.get("masters") != _masters(groups):
+        raise ValueError(
+            f"{this_rank()}: this state dict doesn't fit: it was saved with another inner_dtype, so of some parameters "
+            "it lacks the master copy, or has one too many"
         )
     owned = _owned(groups)
     index = {position: index for index, (position, _) in enumerate(owned)}
@@ -74,7 +80,13 @@ def _piece(member: Member) -> Parameter:
 
 
 def _has_master(member: Member) -> bool:
-    return _piece(member).dtype != member.param.dtype
+    return member.shard.dtype != member.param.dtype
+
+
+def _masters(groups: list[Group]) -> list[int]:
+    """Those whose master copy is ours, by number."""
+    members = [member for group in groups for member in group.members]
+    return [position for position, member in enumerate(members) if _has_master(member)]
 
 
 def _cut(groups: list[Group]) -> list[list[tuple[int, ...]]]:

@@ -1,0 +1,75 @@
+"""What the inner optimizer is told in a step, and what is done for one that can't be told: torch's two attributes."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stepstack_sharded_states._bucket import Bucket, Member
+from stepstack_sharded_states._mesh import Ranks, this_rank
+
+
+def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
+    """`grad_scale` or `found_inf` of an optimizer, 0-d. TypeError or ValueError for what is not a tensor of one."""
+    flag = getattr(optimizer, name, None)
+    if flag is None:
+        return None
+    if not isinstance(flag, Tensor):
+        raise TypeError(f"{this_rank()}: {name} must be a tensor of one number, so that none is read; got {flag!r}")
+    if flag.numel() != 1:
+        raise ValueError(f"{this_rank()}: {name} must be one number, got a tensor of shape {tuple(flag.shape)}")
+    return flag.reshape(())
+
+
+def agreed(found_inf: Tensor | None, buckets: Sequence[Bucket], meshes: Collection[Ranks]) -> Tensor:
+    """Whether some rank wants to skip the step, or ranks differ in what has a gradient; left in `found_inf` too."""
+    device = buckets[0].params.device
+    flags = [bucket.gradients.differ for bucket in buckets]
+    flags += [None if found_inf is None else found_inf != 0]  # NaN too, which a maximum may lose
+    here = [flag.to(device, non_blocking=True) for flag in flags if flag is not None]
+    flag = torch.stack(here).any().float() if here else torch.zeros((), device=device)
+    for ranks in meshes:
+        ranks.all_reduce_max(flag)
+    if found_inf is not None:
+        found_inf.copy_(flag)
+    return flag
+
+
+def step_told(inner: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """A step of an optimizer that knows the attributes."""
+    inner.grad_scale, inner.found_inf = None if grad_scale is None else grad_scale.float(), found_inf
+    try:
+        inner.step()
+    finally:
+        del inner.grad_scale, inner.found_inf
+
+
+def step_untold(
+    inner: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None, members: Iterable[Member]
+) -> None:
+    """A step of one that doesn't: the flag is read here, and gradients are divided."""
+    if found_inf is not None and found_inf.item():  # the one wait: this optimizer can't read it on the device
+        return
+    if grad_scale is not None:
+        grads: dict[torch.device, list[Tensor]] = {}
+        for member in members:
+            if member.piece is not None and member.used:
+                grads.setdefault(member.piece_grad.device, []).append(member.piece_grad)
+        for device, there in grads.items():
+            torch._foreach_div_(there, grad_scale.to(device))
+    inner.step()
+
+
+def wait_for_offloaded(buckets: Sequence[Bucket]) -> None:
+    """The inner optimizer reads on one device what another is still writing: the wait that offloading costs."""
+    for device in {b.params.device for b in buckets if b.inner_grads.device != b.params.device}:
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Learning rates and the like: whoever changed them last, the loop or the inner optimizer, is followed."""
+    for ours, theirs in zip(source, target, strict=True):
+        theirs |= {key: value for key, value in ours.items() if key not in ("params", "param_names")}

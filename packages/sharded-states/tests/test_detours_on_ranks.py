@@ -1,0 +1,262 @@
+"""Loops that don't go straight from backward to step: what they come to is what they come to in torch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from stepstack_sharded_states import ShardedOptimizer
+from stepstack_testing import RankError, on_ranks
+
+WAYS = {
+    "plain": {},
+    "capturable": {"capturable": True},
+    "sharded gradients": {"shard_gradients": True},
+    "offloaded": {"state_device": "cpu:0"},  # the CPU with a number passes for another device
+    "find unused": {"find_unused_parameters": True},
+}
+
+
+class Loop:
+    """A model with many small buckets and its optimizer: sharded, or torch's on the data of all ranks."""
+
+    def __init__(self, rank, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(7, 7), nn.Tanh())])
+        self.params = list(self.model.parameters())
+        self.ranks = (0, 1) if rank is None else (rank,)
+        if rank is None:
+            self.optimizer, self.no_sync = torch.optim.AdamW(self.params, lr=0.1, fused=True), nullcontext
+        else:
+            self.optimizer = ShardedOptimizer(
+                self.model.named_parameters(), torch.optim.AdamW, lr=0.1, fused=True, bucket_cap_mb=2e-4, **options
+            )
+            self.no_sync = self.optimizer.no_sync
+
+    def loss(self, seed):
+        data = [torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * seed + rank)) for rank in self.ranks]
+        return self.model(torch.cat(data)).square().mean()
+
+    def backward(self, seed):
+        self.loss(seed).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def assert_as_in_torch(detour, **options):
+    def run(rank):
+        loop = Loop(rank, **options)
+        detour(loop)
+        return [p.detach().clone() for p in loop.params]
+
+    expected = run(None)
+    for result in on_ranks(2, run):
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def steps_that_have_no_gradients(loop):
+    loop.step()
+    loop.backward(0)
+    loop.optimizer.zero_grad()
+    loop.step()
+    loop.backward(1)
+    loop.step()
+    loop.step()
+
+
+def steps_twice(loop):
+    loop.backward(0)
+    loop.optimizer.step()
+    loop.step()
+    loop.backward(1)
+    loop.step()
+
+
+def accumulates_in_any_order(loop):
+    with loop.no_sync():
+        loop.backward(0)
+        loop.backward(1)
+    loop.backward(2)
+    with loop.no_sync():
+        loop.backward(3)
+    loop.step()
+    with loop.no_sync():
+        loop.backward(4)
+    loop.optimizer.zero_grad()
+    loop.backward(5)
+    loop.backward(6)
+    loop.step()
+
+
+def sets_to_zero(loop):
+    loop.backward(0)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.optimizer.step()
+    loop.backward(1)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    with loop.no_sync():
+        loop.backward(2)
+    loop.step()
+
+
+def asks_for_gradients_otherwise(loop):
+    loop.backward(0)
+    torch.autograd.grad(loop.loss(1), loop.params)
+    loop.step()
+    torch.autograd.grad(loop.loss(1), loop.params)
+    loop.backward(2)
+    loop.step()
+
+
+def freezes_and_thaws(loop):
+    for seed in range(5):
+        loop.params[0].requires_grad_(seed % 3 != 1)
+        loop.params[-1].requires_grad_(seed % 2 == 0)
+        loop.backward(seed)
+        loop.step()
+
+
+def changes_gradients_in_hooks(loop):
+    loop.params[2].register_hook(lambda grad: grad * 3)
+    for seed in range(3):
+        loop.backward(seed)
+        loop.step()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("half of the gradients are there")
+
+
+def fails_and_goes_on(loop):
+    for seed in range(3):
+        x = Fails.apply(loop.model[:2](torch.ones(7)))
+        with pytest.raises(ArithmeticError):
+            loop.model[2:](x).sum().backward()
+        loop.optimizer.zero_grad()
+        loop.backward(seed)
+        loop.step()
+
+
+DETOURS = (
+    steps_that_have_no_gradients,
+    steps_twice,
+    accumulates_in_any_order,
+    sets_to_zero,
+    asks_for_gradients_otherwise,
+    freezes_and_thaws,
+    changes_gradients_in_hooks,
+    fails_and_goes_on,
+)
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_detours_end_where_torch_s_do(options):
+    def all_of_them(loop):
+        for detour in DETOURS:
+            detour(loop)
+
+    assert_as_in_torch(all_of_them, **options)
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_a_large_group_may_be_added_between_backward_and_step(options):
+    def detour(loop):
+        torch.manual_seed(1)
+        wide = nn.Linear(7, 50)
+        for seed in range(4):
+            if seed == 2:
+                loop.optimizer.add_param_group({"params": [*wide.named_parameters()], "lr": 0.05})
+            loop.backward(seed)
+            if seed > 1:
+                wide(torch.ones(7)).square().mean().backward()
+            loop.step()
+        loop.params += wide.parameters()
+
+    def named(loop):
+        if isinstance(loop.optimizer, torch.optim.AdamW):
+            loop.optimizer = torch.optim.AdamW(loop.model.named_parameters(), lr=0.1, fused=True)
+        detour(loop)
+
+    assert_as_in_torch(named, **options)
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_going_on_after_a_failed_backward_as_if_nothing_had_happened_is_refused(options):
+    def check(rank, go_on):
+        loop = Loop(rank, **options)
+        x = Fails.apply(loop.model[:2](torch.ones(7)))
+        with pytest.raises(ArithmeticError):
+            loop.model[2:](x).sum().backward()
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: the last backward ended in an exception.*zero_grad"):
+            go_on(loop)
+
+    on_ranks(2, check, lambda loop: loop.backward(0))
+    on_ranks(2, check, lambda loop: loop.optimizer.step())
+
+
+def test_a_rank_with_fewer_batches_ends_in_an_error_on_the_others():
+    def check(rank):
+        loop = Loop(rank)
+        for seed in range(2 - rank):
+            loop.backward(seed)
+            loop.step()
+
+    with pytest.raises(RankError, match=r"rank 0(.|\n)*(Timed out|closed)"):
+        on_ranks(2, check, timeout=1.0)
+
+
+def test_gradients_are_assigned_where_a_reduced_bucket_has_none_yet():
+    def check(rank, **options):
+        p, q = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(100))
+        optimizer = ShardedOptimizer([p, q], torch.optim.SGD, lr=1.0, **options)
+        p.sum().backward()
+        q.grad = torch.full((100,), 2.0 + 2 * rank)
+        optimizer.step()
+        return [(x.min().item(), x.max().item()) for x in (p, q)]
+
+    for options in ({}, {"capturable": True}, {"shard_gradients": True}):
+        assert on_ranks(2, lambda rank, options=options: check(rank, **options)) == [[(-1, -1), (-3, -3)]] * 2
+
+
+@pytest.mark.parametrize("saved", [None, torch.float32])
+def test_a_state_dict_with_other_masters_is_refused(saved):
+    def make(inner_dtype):
+        p = nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
+        optimizer = ShardedOptimizer([p], torch.optim.AdamW, inner_dtype=inner_dtype)
+        p.sum().backward()
+        optimizer.step()
+        return optimizer
+
+    make(saved).load_state_dict(make(saved).state_dict())
+    with pytest.raises(ValueError, match="inner_dtype"):
+        make(torch.float32 if saved is None else None).load_state_dict(make(saved).state_dict())
+
+
+@pytest.mark.parametrize("inner", ["told", "untold"])
+def test_flags_of_any_dtype_and_of_one_element_count(inner):
+    for scale in (torch.tensor([4.0]), torch.tensor(4, dtype=torch.int32), torch.tensor(4.0).double()):
+        for found_inf in (torch.zeros(1), torch.tensor(False), torch.zeros((), dtype=torch.bfloat16)):
+            p = nn.Parameter(torch.zeros(5))
+            optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=1.0, fused=inner == "told")
+            (8 * p.sum()).backward()
+            optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+            optimizer.step()
+            assert torch.equal(p, torch.full((5,), -2.0))
+
+
+def test_one_bucket_for_all():
+    params = [nn.Parameter(torch.ones(100)) for _ in range(3)]
+    optimizer = ShardedOptimizer(params, torch.optim.SGD, bucket_cap_mb=float("inf"))
+    assert len(optimizer._backward.buckets) == 1
