@@ -142,15 +142,23 @@ def train_replicated(rank, model, precision, accumulate):
     return [p.detach().clone() for p in net.parameters()]
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)], ids=["1 rank", "2 ranks", "4 ranks", "2x2 ranks"])
-def test_sharded_training_equals_replicated_training(shape):
+EVERY_WAY = [(1, (True, False)), (3, (True, False))]
+ACCUMULATED = [(3, (True,))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways"),
+    [((1,), ACCUMULATED), ((2,), EVERY_WAY), ((4,), ACCUMULATED), ((2, 2), ACCUMULATED)],
+    ids=["1 rank", "2 ranks", "4 ranks", "2x2 ranks"],
+)
+def test_sharded_training_equals_replicated_training(shape, ways):
     def compare(rank):
         mesh = init_device_mesh("cpu", shape)
         wrong = []
-        for model, precision, accumulate in product(MODELS, PRECISIONS, (1, 3)):
+        for model, precision, (accumulate, overlaps) in product(MODELS, PRECISIONS, ways):
             start = [p.detach() for p in make(model, PRECISIONS[precision][0]).parameters()]
             expected = train_replicated(rank, model, precision, accumulate)
-            for overlap in (True, False):
+            for overlap in overlaps:
                 ours = train_sharded(rank, mesh, model, precision, accumulate, overlap)
                 apart = distance(ours, expected) / distance(start, expected)
                 mine = torch.cat([p.flatten() for p in ours])
