@@ -73,7 +73,7 @@ def test_fifty_sizes_offsets_and_rates_are_compiled_at_most_three_times():
 
 @pytest.fixture
 def eager(monkeypatch):
-    """The definition as it stands in the place of the compiled one; the cases it was asked for, and the calls of each."""
+    """The definition in the place of the compiled one: how often it was called, for each case asked for."""
     calls = {}
 
     def compiled(case):

@@ -26,8 +26,9 @@ class CompiledStep:
         self._grad_dtype = grad_dtype
         large = [place for place, run in enumerate(self._runs) if run.numel >= SMALLEST]
         self._small = tuple(place for place, run in enumerate(self._runs) if run.numel < SMALLEST)
-        grouped = len(large) - len(large) % _TOGETHER
-        self._calls = [tuple(large[start : start + _TOGETHER]) for start in range(0, grouped, _TOGETHER)]
+        together = 1 if runs[0].coded else _TOGETHER  # with codes, a part is long as it is, and long to compile
+        grouped = len(large) - len(large) % together
+        self._calls = [tuple(large[start : start + together]) for start in range(0, grouped, together)]
         self._calls += [(place,) for place in large[grouped:]]
         self._through_torch: dict[tuple[int, ...], TorchStep] = {}
 
