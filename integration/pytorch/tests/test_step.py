@@ -8,6 +8,7 @@ from stepstack_clip import clip_coefficient
 from stepstack_fused_adam import FusedAdamW
 from stepstack_grad_scaler import GradScaler
 from stepstack_gradnorm import grads_of, total_norm
+from stepstack_sharded_states import ShardedOptimizer
 from stepstack_testing import HostSyncs
 
 SCALERS = {
@@ -205,3 +206,17 @@ def test_what_is_not_an_optimizer_or_a_scaler_is_refused():
         OptimizerStep(parameters())
     with pytest.raises(TypeError, match=r"scaler must be .* got float"):
         OptimizerStep(FusedAdamW(parameters()), scaler=4.0)
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "remainder"])
+def test_weights_loaded_into_a_sharded_model_reach_the_masters_of_the_optimizer_inside(master_weights):
+    p = torch.nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+    optimizer = ShardedOptimizer([p], FusedAdamW, lr=1e-3, master_weights=master_weights, backend="torch")
+    p.sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        p.fill_(2.0)
+    optimizer.refresh_from_model()
+    p.sum().backward()
+    optimizer.step()
+    assert torch.equal(p, torch.full_like(p, 2.0))

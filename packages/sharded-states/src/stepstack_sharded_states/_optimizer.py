@@ -222,10 +222,14 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def refresh_from_model(self) -> None:
-        """Take the model's parameters, changed from outside (weights loaded, averaged, …), for the master copy's."""
+        """Take the model's parameters, changed from outside (weights loaded, averaged, …), for the master copy's.
+
+        Masters that the inner optimizer has are its own to refresh: its `refresh_master_weights()` is called, if any.
+        """
         self._gather.finish()
         for bucket in self._backward.buckets:
             bucket.refresh()
+        getattr(self._inner, "refresh_master_weights", lambda: None)()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, in buckets of their own, between steps. Every rank of the mesh calls this."""
