@@ -47,7 +47,8 @@ class GPT(nn.Module):
         for _ in range(length):
             logits = self(text[:, -self.context :])[0, -1].float()
             text = torch.cat([text, torch.multinomial((logits / temperature).softmax(0), 1)[None]], dim=1)
-        return bytes(text[0].tolist()).decode(errors="replace")
+        characters = bytes(text[0].tolist()).decode(errors="replace")
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
 
 
 class Block(nn.Module):

@@ -96,7 +96,7 @@ def train(options):
 
     checkpoint = save(options, rank, step, history, model, optimizer, optimizer_step)
     if rank == 0 and step < options.steps:
-        print(f"Stopped after step {step} of {options.steps}. To go on: {sys.argv[0]} --resume {checkpoint}")
+        print(f"Stopped after step {step} of {options.steps}. To go on: python {sys.argv[0]} --resume {checkpoint}")
     elif rank == 0:
         print(f"\n{model.generate(b'def ', length=400)}\n")
         print("Validation loss {:.2f} → {:.2f} nats per byte".format(*(history["validation"][i][1] for i in (0, -1))))
@@ -215,8 +215,8 @@ def launch(ranks):
 def read_options():
     """The command line; what it leaves open is as in the checkpoint, if one is resumed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes")
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--ranks", type=positive, default=torch.cuda.device_count() or 2, help="processes")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
     parser.add_argument("--seed", type=int, default=0)
@@ -227,7 +227,7 @@ def read_options():
         if not (options.resume / "options.json").exists():
             parser.error(f"--resume {options.resume}: there is no checkpoint")
         kept = json.loads((options.resume / "options.json").read_text())
-        parser.set_defaults(**kept)
+        parser.set_defaults(out=options.resume.parent, **kept)
         options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:  # set by torchrun, whose word is final
         options.ranks = int(os.environ["WORLD_SIZE"])
@@ -236,6 +236,13 @@ def read_options():
             if getattr(options, name) != kept[name]:
                 parser.error(f"--resume {options.resume}: it was written with --{name} {kept[name]}; go on with that")
     return options
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ def test_a_resumed_run_has_the_options_of_its_checkpoint(monkeypatch, checkpoint
     resumed = options(monkeypatch, "--resume", checkpoint)
     assert (resumed.ranks, resumed.dtype, resumed.size, resumed.steps, resumed.seed) == (4, "bf16", "tiny", 70, 3)
     assert options(monkeypatch, "--resume", checkpoint, "--steps", 90).steps == 90
+    assert resumed.out == checkpoint.parent
+    assert options(monkeypatch, "--resume", checkpoint, "--out", "elsewhere").out == Path("elsewhere")
 
 
 @pytest.mark.parametrize(("option", "value"), [("--ranks", 2), ("--dtype", "fp32"), ("--size", "small")])
@@ -89,3 +91,10 @@ def test_a_folder_without_a_checkpoint_is_not_resumed(monkeypatch, tmp_path, cap
     with pytest.raises(SystemExit):
         options(monkeypatch, "--resume", tmp_path / "nothing")
     assert "there is no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--steps", "--ranks"])
+def test_no_steps_and_no_processes_are_refused(monkeypatch, capsys, option):
+    with pytest.raises(SystemExit):
+        options(monkeypatch, option, 0)
+    assert f"{option}: must be 1 or more, not 0" in capsys.readouterr().err
