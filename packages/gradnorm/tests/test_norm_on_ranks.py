@@ -185,13 +185,26 @@ def test_stages_of_dtensors_may_be_empty():
     assert on_ranks(4, run) == [(expected, all_reduces(2))] * 2 + [(expected, all_reduces(1))] * 2
 
 
-def test_groups_are_reduced_in_one_order_on_all_ranks():
+def test_parts_may_name_their_groups_in_different_orders():
     def run(rank):
         one, other, third = (dist.new_group([0, 1, 2]) for _ in range(3))
-        parts = [Part([torch.ones(1)], (one, other)[:: 1 if rank else -1]), Part([torch.full((1,), 2.0)], third)]
+        parts = [Part([torch.ones(1)], (other, one)), Part([torch.full((1,), 2.0)], (third, one))]
         return total_norm(parts).item()
 
-    assert on_ranks(3, run) == [pytest.approx(math.sqrt(9 + 3 * 4), rel=1e-6, abs=0)] * 3
+    assert on_ranks(3, run) == [pytest.approx(math.sqrt(9 + 9 * 4), rel=1e-6, abs=0)] * 3
+
+
+@pytest.mark.parametrize("made_before", range(6, 9))
+def test_ranks_of_a_grid_reduce_the_same_axis_whatever_its_groups_are_called(made_before):
+    def run(rank):
+        for _ in range(made_before):  # so that names run over from 9 to 10, which sorts before it
+            dist.new_group([0, 1, 2, 3])
+        mesh = init_device_mesh("cpu", (2, 2))
+        grad = DTensor.from_local(torch.full((1,), 10.0**rank), mesh, [Shard(0), Shard(0)], run_check=False)
+        part = Part([torch.full((1,), 10.0**rank)], sharded_over=mesh.get_all_groups())
+        return total_norm([grad], 1).item(), total_norm([part], 1).item()
+
+    assert on_ranks(4, run) == [(1111.0, 1111.0)] * 4
 
 
 def test_a_group_given_twice_counts_once():

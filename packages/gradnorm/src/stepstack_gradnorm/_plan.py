@@ -17,11 +17,13 @@ Key: TypeAlias = tuple[Hashable, frozenset[str]]  # a label, and the groups that
 def totals(shares: Shares, sum_: Sum) -> dict[Hashable, Tensor]:
     """By label, what the tensors with it add up to over all ranks. On the device of the group that was reduced last.
 
-    What is packed for a group follows from the structure alone. The groups that only the meshes of DTensors name come
-    first, so that a Part is one number, whatever it is made of, when the ranks that it is sharded over meet.
+    What is packed for a group follows from the structure alone, and so does the order: as groups are first named, axis
+    by axis, so that ranks of one mesh are at the same axis at the same time, whatever their groups of it are called.
+    Those that only the meshes of DTensors name come before all others, so that a Part is one number, whatever it is
+    made of, when the ranks that it is sharded over meet.
     """
     pending = dict(zip([(share.label, share.groups) for share in shares], _local([*shares], sum_), strict=True))
-    for name in sorted(shares.groups, key=lambda name: (name in shares.of_parts, name)):
+    for name in sorted(shares.groups, key=lambda name: name in shares.of_parts):
         pending = _reduced(pending, name, shares.groups[name], sum_)
     return {label: value for (label, _), value in pending.items()}
 
