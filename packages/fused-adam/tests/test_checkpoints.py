@@ -58,6 +58,19 @@ def test_it_loads_what_torch_saved():
     torch.testing.assert_close(train(ours, range(3, 6)), train(theirs, range(3, 6)), rtol=1e-6, atol=1e-6)
 
 
+def test_a_checkpoint_decides_on_amsgrad():
+    for live in (False, True):
+        theirs = torch.optim.AdamW(model(), lr=0.1, amsgrad=not live, foreach=False)
+        train(theirs, range(3))
+        ours = FusedAdamW(model(), amsgrad=live)
+        train(ours, range(1))
+        for param, twin in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+            param.data.copy_(twin)
+        ours.load_state_dict(theirs.state_dict())
+        assert ours.param_groups[0]["amsgrad"] is not live
+        torch.testing.assert_close(train(ours, range(3, 6)), train(theirs, range(3, 6)), rtol=1e-6, atol=1e-6)
+
+
 def test_torch_loads_what_it_saved():
     ours = FusedAdamW(model(), lr=0.1)
     train(ours, range(3))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam._run import Run, is_dense, same_order
+from stepstack_fused_adam._run import Run, is_dense, overlaps, same_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -12,8 +12,10 @@ def check_param(param: Tensor, name: str) -> None:
     """Raise TypeError or ValueError unless it can be trained."""
     if param.dtype not in FLOATS or param.layout is not torch.strided:
         raise TypeError(f"{name} is {param.layout} of {param.dtype}; Adam takes strided fp32, bf16, fp16 and fp64")
-    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
-        raise ValueError(f"{name} is expanded (strides {param.stride()}): its elements share memory; clone it first")
+    if overlaps(param):
+        raise ValueError(
+            f"elements of {name} share memory (shape {tuple(param.shape)}, strides {param.stride()}); clone it first"
+        )
 
 
 def check_grad(grad: Tensor, param: Tensor, name: str) -> None:

@@ -95,7 +95,7 @@ def taken_over(live: Any, saved_value: Any) -> Any:
         return tuple(taken_over(one, other) for one, other in zip(live, saved_value, strict=True))
     if isinstance(live, Tensor):
         return live.fill_(float(saved_value))
-    if isinstance(live, float) and isinstance(saved_value, Tensor):
+    if isinstance(live, int | float) and isinstance(saved_value, Tensor):
         return float(saved_value)
     return deepcopy(saved_value)
 

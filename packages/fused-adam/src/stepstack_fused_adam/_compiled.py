@@ -39,7 +39,7 @@ class CompiledStep:
         left = self._small
         for places in self._calls:
             case = self._case(places, by)
-            done = _compiler.is_compiled(case) and _compiler.run(
+            done = _compiler.is_compiled(case) and _compiler.call(
                 case,
                 # Apart: torch.compile would make a case of every kind of view and of small offsets.
                 [from_dlpack(params[place]) for place in places],

@@ -4,7 +4,8 @@ import os
 import shutil
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def is_compiled(case: Case) -> bool:
-    """Whether `run` would work, after compiling it if need be. If that fails there is a warning, once for a case."""
+    """Whether `call` would work, after compiling it if need be. If that fails there is a warning, once for a case."""
     if _get_current_dispatch_mode() is not None:  # torch.compile does nothing under a mode
         return False
     if case not in _functions:
@@ -51,7 +52,7 @@ def is_compiled(case: Case) -> bool:
     return _functions[case] is not None
 
 
-def run(
+def call(
     case: Case,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -67,9 +68,7 @@ def run(
 def _attempt(case: Case, function: Callable[..., None], *arguments: Any) -> bool:
     first = case not in _functions
     try:
-        with warnings.catch_warnings():
-            if first:
-                warnings.simplefilter("ignore")  # of the compiler's insides, and no reason to do without it
+        with _quiet() if first else nullcontext():
             function(*arguments)
     except torch.OutOfMemoryError:
         raise
@@ -85,6 +84,14 @@ def _attempt(case: Case, function: Callable[..., None], *arguments: Any) -> bool
     if first:
         _functions[case] = function
     return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings about the compiler's insides are no reason to do without it, even where they are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _compiled(case: Case) -> Callable[..., None]:

@@ -28,6 +28,7 @@ def adamw_(
     eps: float = 1e-8,
     weight_decay: Number = 1e-2,
     maximize: bool = False,
+    bias_correction: bool = True,
     grad_scale: Number | None = None,
     found_inf: Number | None = None,
     backend: str = "auto",
@@ -64,6 +65,15 @@ def adamw_(
         check_grad(grad, param, f"parameter {index}")
         check_states(member, f"parameter {index}")
     scale, skip = contract(grad_scale, found_inf)
-    by = Hyperparameters(lr, *betas, eps, weight_decay, maximize=maximize, grad_scale=scale, skip=skip)
+    by = Hyperparameters(
+        lr,
+        *betas,
+        eps,
+        weight_decay,
+        maximize=maximize,
+        bias_correction=bias_correction,
+        grad_scale=scale,
+        skip=skip,
+    )
     Plan(members, params, grads, backend).step_(params, grads, by)
     torch.autograd.graph.increment_version(params)  # not every backend tells autograd

@@ -266,6 +266,9 @@ class FusedAdamW(torch.optim.AdamW):
         group = self.param_groups[index]
         loaded = {place: state for place, state in enumerate(saved_states) if state}
         params = {place: group["params"][place] for place in loaded}
+        for param in params.values():
+            if group["amsgrad"] != ("max_exp_avg_sq" in self.state.get(param, {})):
+                self.state.pop(param, None)  # the state dict has changed what a state consists of
         self._create(list(params.values()), group["amsgrad"])
         for place, saved_state in loaded.items():
             copy_in(params[place], self.state[params[place]], saved_state, _name(index, group, place))

@@ -67,11 +67,13 @@ class Plan:
         found: list[_Placed] = []
         counted_alike: dict[int, list[int]] = defaultdict(list)
         for index, (member, param, grad) in enumerate(zip(members, params, grads, strict=True)):
+            if not member.numel:
+                continue
             if not is_dense(param):
                 found.append(_Placed(member, index, holed=True, reordered=True))
             elif not is_dense(grad) or not same_order(param, grad):
                 found.append(_Placed(member, index, reordered=True))
-            elif member.numel:
+            else:
                 counted_alike[id(member.step)].append(index)
         for indices in counted_alike.values():
             memory = [(params[index], *members[index].states) for index in indices]

@@ -125,6 +125,17 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory: some dim's step is no longer than what the faster dims span."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
 def dense_like(tensor: Tensor) -> Tensor:
     """A tensor without memory, dense, in the order of this one; of its own strides if it is dense itself."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
