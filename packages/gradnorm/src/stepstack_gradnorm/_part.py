@@ -20,7 +20,8 @@ class Part:
     `sharded_over`: a ProcessGroup, a DeviceMesh (all its axes), or an iterable of these; one given twice counts once.
 
     Every rank of the groups passes the same Parts in the same order, with their groups in the same order (tensor before
-    pipeline, say, on all), an empty one where it holds nothing. A rank outside of a group (`new_group` gave it `GroupMember.NON_GROUP_MEMBER`) may pass that, with an empty Part.
+    pipeline, say, on all), an empty one where it holds nothing. A rank outside of a group (`new_group` gave it
+    `GroupMember.NON_GROUP_MEMBER`) may pass that, with an empty Part.
     """
 
     def __init__(self, tensors: Tensor | Iterable[Tensor | None], sharded_over: Group | Iterable[Group] = ()) -> None:
