@@ -66,13 +66,16 @@ def test_compiled_shows_what_is_not_finite(dtype, bad, where):
 
 @needs_a_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_share_the_work(threads, dtype):
-    grads = [random(300_000, dtype=dtype), random(1000, dtype=dtype, seed=1), random(2, dtype=dtype, seed=2)]
+def test_threads_share_the_work_and_change_no_bit(threads, dtype, monkeypatch):
+    monkeypatch.setattr(_compiled, "_WORTH_A_THREAD", 2**17)
+    grads = [random(300_001, dtype=dtype), random(1000, dtype=dtype, seed=1), random(2**17, dtype=dtype, seed=2)]
+    norms = []
     for count in (1, 2, 3):
         threads(count)
-        norm = total_norm(grads, backend="compiled")
-        assert norm.item() == pytest.approx(norm_of(*grads), rel=1e-6, abs=0)
-        assert torch.equal(norm, total_norm(grads, backend="compiled"))
+        norms.append(total_norm(grads, backend="compiled"))
+    assert norms[0].item() == pytest.approx(norm_of(*grads), rel=1e-6, abs=0)
+    assert torch.equal(norms[0], norms[1])
+    assert torch.equal(norms[0], norms[2])
 
 
 @needs_a_compiler

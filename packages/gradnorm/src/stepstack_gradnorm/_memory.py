@@ -143,10 +143,10 @@ def _existing(tensor: Tensor) -> Tensor:
     """The elements that exist: an expanded dim has one."""
     if tensor.layout is not torch.strided:
         return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    if 0 in tensor.stride():
-        size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        return tensor.as_strided(size, tensor.stride())
-    return tensor
+    if tensor.is_contiguous() or 0 not in tensor.stride():
+        return tensor
+    size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(size, tensor.stride())
 
 
 def _coalesced(tensor: Tensor) -> Tensor:
