@@ -279,7 +279,7 @@ def test_parameters_of_other_kinds(odd, error, message):
 def test_a_process_group_for_a_mesh():
     def make(rank):
         group = torch.distributed.group.WORLD
-        with pytest.raises(TypeError, match="group 0 must be a DeviceMesh, got ProcessGroup"):
+        with pytest.raises(TypeError, match="DeviceMesh, got ProcessGroup"):
             ShardedOptimizer([{"params": [param()], "mesh": group}], SGD)
         ShardedOptimizer([param()], SGD, mesh=group)
 

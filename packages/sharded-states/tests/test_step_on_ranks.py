@@ -136,6 +136,22 @@ def test_a_step_on_which_ranks_differ_in_what_has_a_gradient_is_skipped_on_all(s
         assert [after != before for before, after in zip(values[1], values[2], strict=True)] == [True, True, False]
 
 
+def test_an_optimizer_without_the_flag_raises_on_all_ranks_that_differ_in_what_has_a_gradient():
+    def check(rank):
+        p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+        optimizer = INNER["plain"]([p, q], mesh=init_device_mesh("cpu", (2, 2)))
+        (p.sum() + (q.sum() if rank == 2 else 0)).backward()
+        with pytest.raises(RuntimeError, match=f"rank {rank}: ranks differ.*find_unused_parameters"):
+            optimizer.step()
+        assert all(torch.equal(t, torch.ones(5)) for t in (p, q))
+        optimizer.zero_grad()
+        p.sum().backward()
+        optimizer.step()
+        return p[0].item() < 1
+
+    assert on_ranks(4, check) == [True] * 4
+
+
 def test_operations_do_not_grow_with_the_number_of_parameters():
     def count(rank, number):
         params = [nn.Parameter(torch.ones(5)) for _ in range(number)]

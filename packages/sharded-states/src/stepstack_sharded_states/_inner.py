@@ -23,8 +23,13 @@ def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
     return flag.reshape(())
 
 
-def agreed(found_inf: Tensor | None, buckets: Sequence[Bucket], meshes: Collection[Ranks]) -> Tensor:
-    """Whether some rank wants to skip the step, or ranks differ in what has a gradient; left in `found_inf` too."""
+def agreed(found_inf: Tensor | None, buckets: Sequence[Bucket], meshes: Collection[Ranks]) -> Tensor | None:
+    """Whether some rank wants to skip the step, or ranks differ in what has a gradient; left in `found_inf` too.
+
+    None where nobody could: in one process, without a `found_inf`.
+    """
+    if found_inf is None and all(ranks.size == 1 for ranks in meshes):
+        return None
     device = buckets[0].params.device
     flags = [bucket.gradients.differ for bucket in buckets]
     flags += [None if found_inf is None else found_inf != 0]  # NaN too, which a maximum may lose
@@ -46,12 +51,8 @@ def step_told(inner: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -
         del inner.grad_scale, inner.found_inf
 
 
-def step_untold(
-    inner: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None, members: Iterable[Member]
-) -> None:
-    """A step of one that doesn't: the flag is read here, and gradients are divided."""
-    if found_inf is not None and found_inf.item():  # the one wait: this optimizer can't read it on the device
-        return
+def step_untold(inner: Optimizer, grad_scale: Tensor | None, members: Iterable[Member]) -> None:
+    """A step of one that doesn't: gradients are divided here."""
     if grad_scale is not None:
         grads: dict[torch.device, list[Tensor]] = {}
         for member in members:

@@ -15,7 +15,7 @@ from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import agreed, copy_options, flag_of, step_told, step_untold, wait_for_offloaded
 from stepstack_sharded_states._mesh import this_rank
-from stepstack_sharded_states._params import Group, check_in_place, read_groups, refuse
+from stepstack_sharded_states._params import Group, check_in_place, check_mesh, read_groups, refuse
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 
 _NOT_ELEMENTWISE = tuple(
@@ -68,12 +68,12 @@ class ShardedOptimizer(Optimizer):
     `grad_shard` on each parameter, say what it has become. Every backward that is not under `no_sync()` ends with the
     mean over the mesh, added to what earlier ones left. A step uses gradients up: the next backward starts afresh, with
     or without `zero_grad()`. A parameter without a gradient is skipped as torch skips it; which ones have one must be
-    the same on all ranks, unless `find_unused_parameters`: a step on which ranks differ is skipped on all of them (with
-    an optimizer_class that has torch's flag, or a `found_inf`; otherwise only the ranks that see a gradient step).
+    the same on all ranks, unless `find_unused_parameters`: a step on which ranks differ is skipped on all of them.
 
     Loss scaling and deferred clipping: attributes `grad_scale` (divides) and `found_inf` (not 0: nothing changes), as
     in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
-    optimizer_class without them works too, at the price of one wait for the device in a step that has a `found_inf`.
+    optimizer_class without them works too, at the price of one wait for the device in each step of several ranks or
+    with a `found_inf`; without one it raises RuntimeError, on all ranks, where they differ in what has a gradient.
     """
 
     _step_supports_amp_scaling = True
@@ -106,12 +106,10 @@ class ShardedOptimizer(Optimizer):
                 "has a slice of them, which may end inside one"
             )
         groups = read_groups(params)
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise TypeError(
-                f"{this_rank()}: mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; "
-                "DeviceMesh.from_group makes one of a process group"
-            )
-        device_type = mesh.device_type if mesh is not None else _first(groups).device.type
+        check_mesh(mesh)
+        device_type = next(param for group in groups for _, param in group.params).device.type
+        if mesh is not None:
+            device_type = mesh.device_type
         refuse(groups, device_type)
         self._distribution = Distribution(
             mesh,
@@ -284,19 +282,17 @@ class ShardedOptimizer(Optimizer):
     def _step_inner(self) -> None:
         """Hand on `grad_scale` and `found_inf` for this step; do their work for an optimizer that doesn't know them."""
         grad_scale, found_inf = flag_of(self, "grad_scale"), flag_of(self, "found_inf")
-        knows_flags = getattr(self._inner, "_step_supports_amp_scaling", False)
-        skip = None
-        if knows_flags or found_inf is not None:
-            skip = agreed(found_inf, self._backward.buckets, self._distribution.ranks)
-        if knows_flags:
+        skip = agreed(found_inf, self._backward.buckets, self._distribution.ranks)
+        if getattr(self._inner, "_step_supports_amp_scaling", False):
             step_told(self._inner, grad_scale, skip)
-        else:
-            step_untold(self._inner, grad_scale, skip, self._members())
+        elif skip is None or not skip.item():  # The one wait: this optimizer can't read it on the device.
+            step_untold(self._inner, grad_scale, self._members())
+        elif found_inf is None:
+            raise RuntimeError(
+                f"{this_rank()}: ranks differ in which parameters have a gradient, so none has stepped. With "
+                "find_unused_parameters=True a gradient on one rank counts for all"
+            )
 
 
 def _shown_grad(member: Member) -> Tensor:
     return member.missing_grad if member.shard.grad is None else member.shard.grad
-
-
-def _first(groups: list[Group]) -> Tensor:
-    return next(param for group in groups for _, param in group.params)

@@ -58,15 +58,21 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     return groups
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise TypeError for something else than a DeviceMesh or None."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{this_rank()}: mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; "
+            "DeviceMesh.from_group makes one of a process group"
+        )
+
+
 def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] = ()) -> None:
     """Raise for parameters that can't be sharded, by name: given twice, elsewhere, sharded already, not real, …"""
     for number, group in enumerate(groups):
         if group.grad_divisor is not None and not group.grad_divisor > 0:
             raise ValueError(f"{this_rank()}: grad_divisor of group {number} must be positive: {group.grad_divisor}")
-        if group.mesh is not None and not isinstance(group.mesh, DeviceMesh):
-            raise TypeError(
-                f"{this_rank()}: mesh of group {number} must be a DeviceMesh, got {type(group.mesh).__name__}"
-            )
+        check_mesh(group.mesh)
     names: dict[Parameter, str] = dict.fromkeys(taken, "this optimizer")
     for group in groups:
         for name, param in group.params + group.frozen:
