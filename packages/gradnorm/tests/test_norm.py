@@ -288,3 +288,28 @@ def test_autograd_and_inference_mode_do_not_matter():
         inference = [random(5), random(6)]
         assert_is(total_norm(inference), reference(inference))
     assert_is(total_norm(inference), reference(inference))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_compiled_caller_gets_the_norm():
+    grads = [random(1200, 1000)]  # so many that it is not the torch backend that measures them outside
+    compiled = torch.compile(lambda: total_norm(grads) * 2, backend="eager")
+    assert_is(compiled(), 2 * reference(grads))
+
+
+def test_tensors_without_data_have_a_norm_without_data():
+    norm = total_norm([torch.empty(3, device="meta"), torch.empty(4, device="meta"), random(2)])
+    assert (norm.device.type, norm.shape, norm.dtype) == ("meta", (), torch.float32)
+
+
+def test_a_subclass_with_data_counts():
+    class Own(torch.Tensor):
+        pass
+
+    assert_is(total_norm([random(3).as_subclass(Own), random(4, seed=1)]), reference([random(3), random(4, seed=1)]))
+    assert_is(total_norm(nn.Buffer(random(3))), reference([random(3)]))
+
+
+def test_jagged_tensors_count_by_their_values():
+    jagged = torch.nested.nested_tensor([random(2), random(3, seed=1)], layout=torch.jagged)
+    assert_is(total_norm([jagged]), reference([random(2), random(3, seed=1)]))

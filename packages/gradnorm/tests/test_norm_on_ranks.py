@@ -243,16 +243,17 @@ def test_a_rank_outside_of_a_group_learns_the_norm_by_agreement():
         pair = dist.new_group([0, 1])
         mesh = DeviceMesh("cpu", [0, 1])
         part = Part([torch.ones(2)] if rank < 2 else [], pair)
+        same = Part([torch.ones(5)] if rank < 2 else [], mesh)
         sharded = DTensor.from_local(torch.ones(6 if rank < 2 else 0), mesh, [Shard(0)], run_check=False)
         if rank == 2:
-            for alone in (part, sharded):
+            for alone in (part, same, sharded):
                 with pytest.raises(ValueError, match=r"rank 2 is outside.*agree_over"):
                     total_norm([alone])
             with pytest.raises(ValueError, match="rank 2 is outside"):
                 Part([torch.ones(2)], pair)
-        return total_norm([part, sharded], agree_over=dist.group.WORLD).item()
+        return total_norm([part, same, sharded], agree_over=dist.group.WORLD).item()
 
-    assert on_ranks(3, run) == [4.0] * 3
+    assert on_ranks(3, run) == [pytest.approx(math.sqrt(2 * (2 + 5 + 6)), rel=1e-6, abs=0)] * 3
 
 
 @pytest.mark.parametrize("where", [0, 1])

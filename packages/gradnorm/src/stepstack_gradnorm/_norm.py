@@ -49,19 +49,22 @@ def total_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The norm of all gradients as one vector, whoever holds what: a 0-d fp32 tensor that stays on the device.
 
-    For tensors of this process it is `torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]).double())`, to
-    1e-6 of itself, without the copies. It is not finite if a gradient is not or if it exceeds fp32, and only then.
+    For the tensors of one process it is `torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]).double())`,
+    to 1e-6 of itself, without the copies. It is not finite if an element is not (with `norm_type=0` it always is), or
+    if fp32 can't hold it, and in no other case.
 
-    `grads`: a tensor, a Part, or an iterable of both; None is skipped (see `grads_of` for what that loses), and what is
-    given twice counts once. A DTensor is reduced over the axes of its mesh that shard it, a Part over its groups; any
-    other tensor is this process's own and is not reduced. Partial placements cost an all-reduce of that gradient.
+    `grads`: a tensor, a Part, or an iterable of both; None is skipped (`grads_of` keeps its place), and what is given
+    twice counts once. A DTensor is added up over the axes of its mesh that shard it, a Part over its groups; any other
+    tensor is this process's own. Partial placements cost an all-reduce of that gradient.
     `norm_type`: 0 (the number of non-zero elements), any positive number, or `math.inf`.
     `agree_over`: a group whose ranks all get the largest of their norms, for Parts that end in different groups.
     `part_norms=True`: also the norms of the Parts, as a vector in their order, out of the same reduction.
+    `backend`: how squares are added up; `backends()` tells what there is.
 
-    All ranks of all groups call it with the same Parts and DTensors in the same order. Communication is one all-reduce
-    of a few numbers for each group of more than one rank, whichever gradients are there. No host sync (coalescing a
-    sparse gradient is one). The result lies on the device of the last reduction.
+    All ranks of all groups call it with the same Parts and DTensors in the same order. They communicate by one
+    all-reduce of a few numbers for each group of more than one rank, whichever gradients are there. No host sync,
+    unless a sparse gradient has to be coalesced. The result lies on the device of the last reduction.
+    TypeError for what is no gradient (a Parameter is none), ValueError for a norm_type or a backend that is none.
     """
     sum_ = sum_for(norm_type, backend)
     shares = Shares()

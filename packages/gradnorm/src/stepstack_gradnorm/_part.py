@@ -92,7 +92,8 @@ def _listed(tensors: object) -> Iterable[object]:
 
 def _groups(groups: object) -> Iterator[object]:
     if isinstance(groups, DeviceMesh):
-        yield from groups.get_all_groups()
+        is_inside = groups.get_coordinate() is not None
+        yield from groups.get_all_groups() if is_inside else (dist.GroupMember.NON_GROUP_MEMBER,)
     elif isinstance(groups, dist.ProcessGroup) or groups is dist.GroupMember.NON_GROUP_MEMBER:
         yield groups
     elif groups is None:
