@@ -58,7 +58,7 @@ def mixed(numel: int, rounds: int) -> None:
         ours.step()
 
     contestants = {"ours: norm, clip, step": norm_clip_step, "ours: step alone": ours.step}
-    contestants["torch: norm, upcast, clip, fused step, downcast"] = torchs_sequence(param, grad)
+    contestants["torch: upcast, norm, clip, fused step, downcast"] = torchs_sequence(param, grad)
     if find_spec("deepspeed"):
         contestants["deepspeed: upcast, norm, clip, CPU Adam, downcast"] = deepspeeds_sequence(param, grad)
     contestants["stream"] = stream = streaming(numel)
@@ -167,8 +167,8 @@ def torchs_sequence(param: torch.Tensor, grad: torch.Tensor):
     numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 
     def step() -> None:
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
         wide = grad.float()
+        norm = wide.norm()  # a bf16 norm in fp32 arithmetic takes three times as long as both
         wide.mul_((1 / (norm + 1e-6)).clamp(max=1))
         count.add_(1)
         torch._fused_adamw_(
