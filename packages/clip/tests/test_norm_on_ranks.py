@@ -55,6 +55,20 @@ def test_parts_of_parameters():
     assert on_ranks(2, run) == values
 
 
+def test_a_rank_outside_of_the_group_of_a_part_clips_by_the_same_norm():
+    def run(rank):
+        pair = dist.new_group([0, 1])
+        shared, piece = parameter_with(torch.tensor([30.0])), parameter_with(torch.tensor([40.0 if rank == 0 else 0.0]))
+        parts = [Part([piece] if rank < 2 else [], pair)]
+        if rank == 2:
+            with pytest.raises(ValueError, match="rank 2 is outside"):
+                clip_grad_norm_([shared], 5.0, parts=parts)
+        norm = clip_grad_norm_([shared], 5.0, parts=parts, agree_over=dist.group.WORLD)
+        return norm.item(), shared.grad.item()
+
+    assert on_ranks(3, run) == [(50.0, pytest.approx(3.0))] * 3
+
+
 def test_shards_of_an_optimizer_are_clipped_by_their_common_norm():
     def run(rank):
         mesh = init_device_mesh("cpu", (2,))

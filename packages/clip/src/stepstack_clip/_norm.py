@@ -59,7 +59,8 @@ def clip_grad_norm_(
     """
     max_norm = _checked(max_norm)
     policy = _policy(nonfinite, error_if_nonfinite)
-    grads = [Part(grads_of(part.tensors), part.sharded_over) for part in parts] + grads_of(parameters)
+    grads: list[Tensor | Part] = [_of_grads(part) for part in parts]
+    grads += grads_of(parameters)
     norm = total_norm(grads, norm_type, agree_over=agree_over)
     if policy == "raise" and not norm.isfinite():  # waits for the device: the host can raise only what it knows
         raise RuntimeError(
@@ -70,6 +71,11 @@ def clip_grad_norm_(
         zero_where_(grads, ~norm.isfinite())
     multiply_(grads, clip_coefficient(norm, max_norm))
     return norm
+
+
+def _of_grads(part: Part) -> Part:
+    # One that is empty says all there is to say, also on a rank outside of its groups.
+    return Part(grads_of(part.tensors), part.sharded_over) if part.tensors else part
 
 
 def _checked(max_norm: float) -> float:
