@@ -128,7 +128,7 @@ def test_flags_and_tensors_of_the_constructor_survive_a_load():
     assert group["fused"] is True
     assert group["foreach"] is None
     (param, *_) = train(optimizer, [0])
-    assert optimizer.state[param]["master_param"].dtype == torch.float32
+    assert optimizer.state[param]["master_weight"].dtype == torch.float32
 
 
 def test_different_counts_part_those_that_shared_one():
@@ -151,7 +151,26 @@ def test_masters_that_a_checkpoint_lacks_are_the_parameters():
     ours = FusedAdamW(model(torch.bfloat16), master_weights="fp32")
     ours.load_state_dict(theirs.state_dict())
     for param in ours.param_groups[0]["params"]:
-        assert torch.equal(ours.state[param]["master_param"], param.float())
+        assert torch.equal(ours.state[param]["master_weight"], param.float())
+
+
+@pytest.mark.parametrize("master_weights", [None, "fp32", "remainder"])
+def test_masters_are_also_read_under_the_name_of_other_libraries(master_weights):
+    saved = FusedAdamW(model(torch.bfloat16), lr=0.1, master_weights="fp32")
+    train(saved, range(2))
+    state_dict = saved.state_dict()
+    masters = [state.pop("master_weight") for state in state_dict["state"].values()]
+    for state, master in zip(state_dict["state"].values(), masters, strict=True):
+        state["master_param"] = master
+    loaded = FusedAdamW(model(torch.bfloat16), master_weights=master_weights)
+    loaded.load_state_dict(state_dict)
+    again = loaded.state_dict()["state"]
+    for number, master in enumerate(masters):
+        assert "master_param" not in again[number]
+        if master_weights:
+            assert torch.equal(again[number]["master_weight"], master)
+        else:
+            assert "master_weight" not in again[number]
 
 
 def test_states_that_a_checkpoint_lacks_are_forgotten():

@@ -45,7 +45,7 @@ def test_remainders_and_codes_are_compiled_too():
         a, b = one["state"][number], other["state"][number]
         largest = b["exp_avg"].abs().max()
         assert (a["exp_avg"] - b["exp_avg"]).abs().max() <= 0.02 * largest  # one code
-        assert ((a["master_param"] - b["master_param"]).abs() > 1e-5).float().mean() < 0.05
+        assert ((a["master_weight"] - b["master_weight"]).abs() > 1e-5).float().mean() < 0.05
 
 
 @pytest.mark.parametrize("options", [MASTERS, NARROW])

@@ -68,7 +68,7 @@ def test_master_weights_may_be_a_bool(given, kept):
     param.grad = torch.ones_like(param)
     optimizer = FusedAdam([param], master_weights=given)
     optimizer.step()
-    master = optimizer.state[param].get("master_param")
+    master = optimizer.state[param].get("master_weight")
     assert (None if master is None else master.dtype) == kept
 
 

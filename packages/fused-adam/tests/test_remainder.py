@@ -72,8 +72,8 @@ def test_it_trains_as_an_fp32_master_does():
     reference = FusedAdamW(theirs, lr=0.1, master_weights="fp32")
     train(ours, optimizer, range(5))
     train(theirs, reference, range(5))
-    master = optimizer.state_dict()["state"][0]["master_param"]
-    torch.testing.assert_close(master, reference.state[theirs[0]]["master_param"], rtol=1e-6, atol=1e-6)
+    master = optimizer.state_dict()["state"][0]["master_weight"]
+    torch.testing.assert_close(master, reference.state[theirs[0]]["master_weight"], rtol=1e-6, atol=1e-6)
     assert {tensor.element_size() for name, tensor in optimizer.state[ours[0]].items() if "remainder" in name} == {1}
 
 
@@ -83,7 +83,7 @@ def test_small_changes_are_kept():
     for _ in range(50):
         param.grad = torch.ones_like(param)
         optimizer.step()
-    master = optimizer.state_dict()["state"][0]["master_param"]
+    master = optimizer.state_dict()["state"][0]["master_weight"]
     torch.testing.assert_close(master, torch.full((3,), 0.995), rtol=0, atol=1e-6)
     assert param.tolist() == [0.99609375] * 3
 
@@ -98,8 +98,8 @@ def test_checkpoints_hold_whole_masters(before):
     theirs[0].data.copy_(ours[0])
     twin = FusedAdamW(theirs, lr=0.1, master_weights="remainder")
     twin.load_state_dict(saved)
-    again = twin.state_dict()["state"][0]["master_param"]
-    assert torch.equal(again, saved["state"][0].get("master_param", ours[0].float()))
+    again = twin.state_dict()["state"][0]["master_weight"]
+    assert torch.equal(again, saved["state"][0].get("master_weight", ours[0].float()))
     assert torch.equal(theirs[0], halves(again)[0])
 
 
@@ -108,11 +108,11 @@ def test_a_changed_parameter_keeps_its_old_remainder_until_refreshed():
     optimizer = FusedAdamW(params, lr=0.1, master_weights="remainder")
     train(params, optimizer, range(2))
     param.data.fill_(2.0)
-    difference = optimizer.state_dict()["state"][0]["master_param"] - 2
+    difference = optimizer.state_dict()["state"][0]["master_weight"] - 2
     assert difference.count_nonzero()
     assert difference.abs().max() <= 2**-7  # half a unit in the last place of bf16
     optimizer.refresh_master_weights()
-    assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], param.float())
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_weight"], param.float())
 
 
 def test_refreshing_also_sets_fp32_masters():

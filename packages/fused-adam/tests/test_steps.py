@@ -68,8 +68,8 @@ def test_every_pair_of_dtypes_is_adamw_in_wide_arithmetic(dtype, grad_dtype, mas
         torch.testing.assert_close(state["exp_avg"], twin_state["exp_avg"], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(state["exp_avg_sq"], twin_state["exp_avg_sq"], rtol=1e-6, atol=1e-7)
         if master_weights and dtype.itemsize == 2:
-            torch.testing.assert_close(state["master_param"], twin.detach(), rtol=1e-6, atol=1e-7)
-            assert torch.equal(param, state["master_param"].to(dtype))
+            torch.testing.assert_close(state["master_weight"], twin.detach(), rtol=1e-6, atol=1e-7)
+            assert torch.equal(param, state["master_weight"].to(dtype))
         else:
             torch.testing.assert_close(param, twin.to(dtype))
 
@@ -80,7 +80,7 @@ def test_a_master_weight_keeps_what_bf16_loses():
     for _ in range(50):
         param.grad = torch.ones_like(param)
         optimizer.step()
-    torch.testing.assert_close(optimizer.state[param]["master_param"], torch.full((3,), 0.995), rtol=0, atol=1e-6)
+    torch.testing.assert_close(optimizer.state[param]["master_weight"], torch.full((3,), 0.995), rtol=0, atol=1e-6)
     assert param.tolist() == [0.99609375] * 3
 
 
@@ -229,7 +229,7 @@ def test_numbers_may_change_at_any_time(kind, master_weights):
             optimizer.step()
         assert syncs == []
         reference.step()
-    weight = optimizer.state[ours[0]]["master_param"] if master_weights else ours[0].detach()
+    weight = optimizer.state[ours[0]]["master_weight"] if master_weights else ours[0].detach()
     torch.testing.assert_close(weight, theirs[0].detach(), rtol=2e-5, atol=1e-6)
 
 

@@ -12,6 +12,8 @@ from stepstack_fused_adam._definition import States, first_moment, narrowed, sec
 from stepstack_fused_adam._run import arithmetic, dense_like, flat, is_dense, local, run_of
 from stepstack_fused_adam._state import NAMES, State, as_held, states_here
 
+_OTHER_NAMES = {"master_param": "master_weight"}  # Apex's and Transformer Engine's, and what it is here
+
 
 def copied_out(mapping: Mapping[str, Any]) -> State:
     """A copy that shares no memory."""
@@ -25,7 +27,7 @@ def saved(param: Tensor, state: State) -> State:
         "exp_avg": first_moment(states),
         "exp_avg_sq": second_moment(states),
         "max_exp_avg_sq": states.max_exp_avg_sq,
-        "master_param": weight(here, states) if _has_master(states) else None,
+        "master_weight": weight(here, states) if _has_master(states) else None,
     }
     copied = copied_out({key: value for key, value in state.items() if key not in NAMES})
     copied |= {key: as_held(key, value.clone(), param) for key, value in numbers.items() if value is not None}
@@ -37,11 +39,12 @@ def copy_in(param: Tensor, state: State, saved_state: Mapping[str, Any], name: s
 
     With a remainder, the parameter is written too: it is a part of the master weight.
     """
+    saved_state = {_OTHER_NAMES.get(key, key): value for key, value in saved_state.items()}
     here, states = _flat(param, state)
-    from_saved = _has_master(states) and "master_param" in saved_state
+    from_saved = _has_master(states) and "master_weight" in saved_state
     rounded, new = narrowed(
         states,
-        _saved("master_param", param, saved_state, name) if from_saved else here.to(arithmetic(here.dtype)),
+        _saved("master_weight", param, saved_state, name) if from_saved else here.to(arithmetic(here.dtype)),
         _saved("exp_avg", param, saved_state, name),
         _saved("exp_avg_sq", param, saved_state, name),
         None if states.max_exp_avg_sq is None else _saved("max_exp_avg_sq", param, saved_state, name),

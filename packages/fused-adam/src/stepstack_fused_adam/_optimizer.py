@@ -168,7 +168,7 @@ class FusedAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, in copies. Makes no states.
 
-        Codes are saved as the numbers they stand for, masters in fp32 as `master_param`, whatever they are stored as.
+        Codes are saved as the numbers they stand for, masters in fp32 as `master_weight`, whatever they are stored as.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -194,7 +194,8 @@ class FusedAdamW(torch.optim.AdamW):
         What states are stored as stays as the constructor has it, and so do torch's flags; lr and betas stay floats or
         tensors. Live states keep their addresses, but parameters that share a step tensor and are to have different
         counts are given new ones. Masters that the state dict lacks are set to their parameters; with a "remainder"
-        those are set to the rounded masters that it has. Raises ValueError where groups or shapes differ.
+        those are set to the rounded masters that it has. Masters may also be named `master_param`, as Apex and
+        Transformer Engine do. Raises ValueError where groups or shapes differ.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

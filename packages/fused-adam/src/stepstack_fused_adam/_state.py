@@ -15,8 +15,8 @@ from stepstack_fused_adam._run import arithmetic, dense_like, is_dense, local, s
 State = dict[str, Any]
 
 BLOCK8 = "block8"
-# Of the tensors of a state, in the order of `States`. `master_param` is what others call a master weight.
-NAMES = tuple("master_param" if name == "master" else name for name in States._fields)
+# Of the tensors of a state, in the order of `States`.
+NAMES = tuple("master_weight" if name == "master" else name for name in States._fields)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Precision:
         if self.master_weights == "remainder" and param.dtype == torch.bfloat16:
             dtypes |= {"remainder_high": torch.int8, "remainder_low": torch.uint8}
         elif self.master_weights and param.dtype.itemsize == 2:
-            dtypes["master_param"] = torch.float32
+            dtypes["master_weight"] = torch.float32
         for name, form in (("exp_avg_scale", self.exp_avg), ("exp_avg_sq_scale", self.exp_avg_sq)):
             if form == BLOCK8:
                 dtypes[name] = torch.float32
@@ -77,8 +77,8 @@ def create(params: Sequence[Tensor], precision: Precision, amsgrad: bool) -> lis
 
 def refresh(param: Tensor, state: State) -> None:
     """The master weight becomes what the parameter is."""
-    if "master_param" in state:
-        local(state["master_param"]).copy_(local(param.detach()))
+    if "master_weight" in state:
+        local(state["master_weight"]).copy_(local(param.detach()))
     for name in ("remainder_high", "remainder_low"):
         if name in state:
             local(state[name]).zero_()
