@@ -101,7 +101,7 @@ def ulps(one, other):
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_torch_backend_is_the_definition(form, grad_dtype, amsgrad, decoupled):
     one, other = Trained(form, amsgrad), Trained(form, amsgrad)

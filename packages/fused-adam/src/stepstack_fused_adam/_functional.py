@@ -43,8 +43,8 @@ def adamw_(
         param -= lr / (1 - beta1**step) * exp_avg / ((exp_avg_sq / (1 - beta2**step)).sqrt() + eps)
 
     and nothing at all where `found_inf` is not 0. The lists are of one length. Tensors may be of any of fp32, bf16,
-    fp16 and fp64; the arithmetic is fp32, or fp64 where the parameter is. Moments have the shape of their parameter
-    and its order in memory; a gradient may be laid out otherwise. `steps` are 0-d fp32 on the device of the parameter;
+    fp16 and fp64, moments of fp64 only where the parameter is; the arithmetic is fp32, or fp64 where the parameter is.
+    Moments have the shape of their parameter and its order in memory; a gradient may be laid out otherwise. `steps` are 0-d fp32 on the device of the parameter;
     neighbours in memory that share one step tensor are done as one.
 
     With `masters`, fp32, the step is made on those and the parameters become their rounded copies. With

@@ -151,6 +151,8 @@ def _through_definition_(run: Run, param: Tensor, grad: Tensor, by: Hyperparamet
 def _widened(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     if not tensors or tensors[0].dtype == dtype:
         return tensors
+    if tensors[0].dtype == torch.float64:  # gradients, for a narrower parameter
+        return [tensor.to(dtype) for tensor in tensors]
     one = torch.ones(1, dtype=dtype, device=tensors[0].device)  # one dim, so that its dtype takes part in promotion
     return torch._foreach_mul(tensors, [one] * len(tensors))
 
