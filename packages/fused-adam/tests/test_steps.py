@@ -43,7 +43,7 @@ def test_it_is_adamw(numbers):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grad_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("master_weights", [None, "fp32"])
 def test_every_pair_of_dtypes_is_adamw_in_wide_arithmetic(dtype, grad_dtype, master_weights):
     ours = parameters((4, 6), (9,), dtype=dtype)
@@ -364,8 +364,33 @@ def test_bad_input_is_refused_by_name():
         adamw_([param], zeros, [torch.zeros(3, 2)], zeros, [torch.zeros(())])
     with pytest.raises(ValueError, match="a step is 0-d fp32"):
         adamw_([param], zeros, zeros, zeros, [torch.zeros(1)])
+    wide = torch.zeros(2, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="or fp64 where the parameter is"):
+        adamw_([param], zeros, zeros, [wide], [torch.zeros(())])
     with pytest.raises(ValueError, match="lists of one length"):
         adamw_([param], zeros, zeros, [], [torch.zeros(())])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ({"lr": -0.1}, "lr of group 1 is -0.1; it is at least 0 and less than inf"),
+        ({"lr": math.nan}, "lr of group 1 is nan"),
+        ({"lr": torch.ones(2)}, "lr of group 1 has 2 elements, not one"),
+        ({"betas": (1.0, 0.9)}, "the first of betas of group 1 is 1.0; it is at least 0 and less than 1"),
+        ({"betas": (0.9, -0.1)}, "the second of betas of group 1 is -0.1"),
+        ({"eps": -1e-8}, "eps of group 1 is -1e-08"),
+        ({"weight_decay": -1}, "weight_decay of group 1 is -1"),
+    ],
+)
+def test_numbers_of_a_group_are_checked_as_the_constructors_are(numbers, reason):
+    one, other = parameters((2,), (3,))
+    with pytest.raises(ValueError, match=reason):
+        FusedAdamW([{"params": [one]}, {"params": [other], **numbers}])
+    optimizer = FusedAdamW([one])
+    with pytest.raises(ValueError, match=reason):
+        optimizer.add_param_group({"params": [other], **numbers})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_closure_gives_the_loss():

@@ -1,11 +1,32 @@
 """What the border refuses, in sentences."""
 
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from stepstack_fused_adam._run import Run, is_dense, overlaps, same_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_numbers(group: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError unless torch.optim.AdamW's constructor takes the numbers of a group. Tensors are not read."""
+    beta1, beta2 = group["betas"]
+    for what, number, limit in (
+        ("lr", group["lr"], inf),
+        ("the first of betas", beta1, 1),
+        ("the second of betas", beta2, 1),
+        ("eps", group["eps"], inf),
+        ("weight_decay", group["weight_decay"], inf),
+    ):
+        if isinstance(number, Tensor):
+            if number.numel() != 1:
+                raise ValueError(f"{what} of {name} has {number.numel()} elements, not one")
+        elif not 0 <= number < limit:
+            raise ValueError(f"{what} of {name} is {number}; it is at least 0 and less than {limit}")
 
 
 def check_param(param: Tensor, name: str) -> None:
@@ -35,17 +56,18 @@ def check_grad(grad: Tensor, param: Tensor, name: str) -> None:
 def check_states(run: Run, name: str) -> None:
     """Raise ValueError unless the states fit their parameter."""
     states = run.states
+    floats = [dtype for dtype in FLOATS if dtype != torch.float64 or run.dtype == torch.float64]
     plain = (
-        states.exp_avg.dtype in FLOATS or states.exp_avg_scale is not None,
-        states.exp_avg_sq.dtype in FLOATS or states.exp_avg_sq_scale is not None,
-        states.max_exp_avg_sq is None or states.max_exp_avg_sq.dtype in FLOATS,
+        states.exp_avg.dtype in floats or states.exp_avg_scale is not None,
+        states.exp_avg_sq.dtype in floats or states.exp_avg_sq_scale is not None,
+        states.max_exp_avg_sq is None or states.max_exp_avg_sq.dtype in floats,
         states.master is None or (states.master.dtype == torch.float32 and run.dtype.itemsize == 2),
     )
     if not all(plain):
         dtypes = [tensor.dtype for tensor in states if tensor is not None]
         raise ValueError(
-            f"the states of {name}, {run.dtype}, have dtypes {dtypes}; moments are fp32, bf16, fp16 or fp64, "
-            "a master weight is fp32 and belongs to a parameter of 16 bits"
+            f"the states of {name}, {run.dtype}, have dtypes {dtypes}; moments are fp32, bf16 or fp16, "
+            "or fp64 where the parameter is; a master weight is fp32 and belongs to a parameter of 16 bits"
         )
     for kind, tensor in states._asdict().items():
         if tensor is None or kind.endswith("_scale"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._backends import check_backend
-from stepstack_fused_adam._border import check_grad, check_param, check_states
+from stepstack_fused_adam._border import check_grad, check_numbers, check_param, check_states
 from stepstack_fused_adam._checkpoint import copied_out, copy_in, saved, set_counts, taken_over
 from stepstack_fused_adam._gradients import with_gradients
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
@@ -104,12 +104,15 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises TypeError or ValueError, by name, for parameters that cannot be trained."""
+        """As torch's. Raises TypeError or ValueError, by name, for parameters that cannot be trained, and for numbers
+        that the constructor refuses.
+        """
         param_group.setdefault("bias_correction", self._bias_correction)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["decoupled_weight_decay"] = self._decoupled
         try:
+            check_numbers(group, f"group {len(self.param_groups) - 1}")
             for place, param in enumerate(group["params"]):
                 check_param(local(param.detach()), _name(len(self.param_groups) - 1, group, place))
         except (TypeError, ValueError):
