@@ -44,8 +44,8 @@ def adamw_(
 
     and nothing at all where `found_inf` is not 0. The lists are of one length. Tensors may be of any of fp32, bf16,
     fp16 and fp64, moments of fp64 only where the parameter is; the arithmetic is fp32, or fp64 where the parameter is.
-    Moments have the shape of their parameter and its order in memory; a gradient may be laid out otherwise. `steps` are 0-d fp32 on the device of the parameter;
-    neighbours in memory that share one step tensor are done as one.
+    Moments have the shape of their parameter and its order in memory; a gradient may be laid out otherwise. `steps` are
+    0-d fp32 on the device of the parameter; neighbours in memory that share one step tensor are done as one.
 
     With `masters`, fp32, the step is made on those and the parameters become their rounded copies. With
     `max_exp_avg_sqs` it is AMSGrad. Numbers are floats or one-element tensors; they are not read by the host. After a
