@@ -181,18 +181,29 @@ def test_states_that_a_checkpoint_lacks_are_forgotten():
     assert len(optimizer.state) == 0
 
 
-def test_what_does_not_fit_is_refused_by_name():
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing():
     optimizer = FusedAdamW(model())
     train(optimizer, range(1))
-    saved = optimizer.state_dict()
+    saved, before = optimizer.state_dict(), optimizer.state_dict()
     with pytest.raises(ValueError, match=r"the groups have \[2\] parameters, those of the state dict \[3\]"):
         FusedAdamW(model()[:2]).load_state_dict(saved)
-    saved["state"][1]["exp_avg"] = torch.zeros(6)
+    saved["param_groups"][0]["lr"] = 7.0
+    saved["state"][0]["exp_avg"].fill_(7.0)
+    state = saved["state"][1]
+    state["exp_avg"] = torch.zeros(6)
     with pytest.raises(ValueError, match="the saved exp_avg of parameter 1 of group 0"):
         optimizer.load_state_dict(saved)
-    del saved["state"][1]["exp_avg"]
+    del state["exp_avg"]
     with pytest.raises(ValueError, match="parameter 1 of group 0 has no exp_avg"):
         optimizer.load_state_dict(saved)
+    state["exp_avg"] = state["exp_avg_sq"]
+    del state["step"]
+    with pytest.raises(ValueError, match="neither the saved state of parameter 1 of group 0 nor its group has a step"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0] |= {"amsgrad": True, "step": 1}
+    with pytest.raises(ValueError, match="parameter 0 of group 0 has no max_exp_avg_sq"):
+        optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])

@@ -34,20 +34,40 @@ def saved(param: Tensor, state: State) -> State:
     return copied
 
 
-def copy_in(param: Tensor, state: State, saved_state: Mapping[str, Any], name: str) -> None:
-    """Fill all but the step of a state from a saved one; what it is stored as, and where, stays.
+def checked(param: Tensor, saved_state: Mapping[str, Any], amsgrad: bool, count: Any, name: str) -> State:
+    """A saved state under our names, with the step `count` of its group if it has none of its own.
+
+    Raises ValueError where something is missing or does not have the shape of the parameter.
+    """
+    state = {"step": count} | {_OTHER_NAMES.get(key, key): value for key, value in saved_state.items()}
+    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
+        if key not in state:
+            raise ValueError(f"the saved state of {name} has no {key}, only {sorted(saved_state)}")
+    if state["step"] is None:
+        raise ValueError(f"neither the saved state of {name} nor its group has a step")
+    for key in state.keys() & {*NAMES}:
+        value = state[key]
+        if isinstance(value, DTensor) != isinstance(param, DTensor) or value.shape != param.shape:
+            raise ValueError(
+                f"the saved {key} of {name} is a {type(value).__name__} {tuple(value.shape)}, "
+                f"its parameter a {type(param).__name__} {tuple(param.shape)}"
+            )
+    return state
+
+
+def copy_in(param: Tensor, state: State, saved_state: State) -> None:
+    """Fill all but the step of a state from a checked one; what it is stored as, and where, stays.
 
     With a remainder, the parameter is written too: it is a part of the master weight.
     """
-    saved_state = {_OTHER_NAMES.get(key, key): value for key, value in saved_state.items()}
     here, states = _flat(param, state)
     from_saved = _has_master(states) and "master_weight" in saved_state
     rounded, new = narrowed(
         states,
-        _saved("master_weight", param, saved_state, name) if from_saved else here.to(arithmetic(here.dtype)),
-        _saved("exp_avg", param, saved_state, name),
-        _saved("exp_avg_sq", param, saved_state, name),
-        None if states.max_exp_avg_sq is None else _saved("max_exp_avg_sq", param, saved_state, name),
+        _ordered(saved_state["master_weight"], param) if from_saved else here.to(arithmetic(here.dtype)),
+        _ordered(saved_state["exp_avg"], param),
+        _ordered(saved_state["exp_avg_sq"], param),
+        None if states.max_exp_avg_sq is None else _ordered(saved_state["max_exp_avg_sq"], param),
     )
     for old, value in zip(states, new, strict=True):
         if old is not None and value is not None:
@@ -114,16 +134,8 @@ def _flat(param: Tensor, state: State) -> tuple[Tensor, States]:
     return flat(here if is_dense(here) else here.clone(), run.numel), run.flat.states
 
 
-def _saved(key: str, param: Tensor, saved_state: Mapping[str, Any], name: str) -> Tensor:
-    """A saved tensor in the dtype of the arithmetic, flat, in the order of the parameter."""
-    if key not in saved_state:
-        raise ValueError(f"the saved state of {name} has no {key}, only {sorted(saved_state)}")
-    value = saved_state[key]
-    if isinstance(value, DTensor) != isinstance(param, DTensor) or value.shape != param.shape:
-        raise ValueError(
-            f"the saved {key} of {name} is a {type(value).__name__} {tuple(value.shape)}, "
-            f"its parameter a {type(param).__name__} {tuple(param.shape)}"
-        )
+def _ordered(saved_tensor: Tensor, param: Tensor) -> Tensor:
+    """In the dtype of the arithmetic, flat, in the order of the parameter."""
     here = local(param.detach())
-    ordered = torch.empty_like(here, dtype=arithmetic(here.dtype)).copy_(local(value))
+    ordered = torch.empty_like(here, dtype=arithmetic(here.dtype)).copy_(local(saved_tensor))
     return flat(ordered, ordered.numel())

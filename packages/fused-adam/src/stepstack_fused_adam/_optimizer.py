@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._backends import check_backend
 from stepstack_fused_adam._border import check_grad, check_numbers, check_param, check_states
-from stepstack_fused_adam._checkpoint import copied_out, copy_in, saved, set_counts, taken_over
+from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, set_counts, taken_over
 from stepstack_fused_adam._gradients import with_gradients
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
 from stepstack_fused_adam._plan import Plan
@@ -198,7 +198,7 @@ class FusedAdamW(torch.optim.AdamW):
         tensors. Live states keep their addresses, but parameters that share a step tensor and are to have different
         counts are given new ones. Masters that the state dict lacks are set to their parameters; with a "remainder"
         those are set to the rounded masters that it has. Masters may also be named `master_param`, as Apex and
-        Transformer Engine do. Raises ValueError where groups or shapes differ.
+        Transformer Engine do. Raises ValueError, with nothing changed, where groups, states or shapes do not fit.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -208,13 +208,14 @@ class FusedAdamW(torch.optim.AdamW):
         saved_sizes = [len(group["params"]) for group in saved_groups]
         if sizes != saved_sizes:
             raise ValueError(f"the groups have {sizes} parameters, those of the state dict {saved_sizes}")
-        for index, saved_group in enumerate(saved_groups):
-            group = self.param_groups[index]
+        loaded = [
+            self._checked(index, saved_group, state_dict["state"]) for index, saved_group in enumerate(saved_groups)
+        ]
+        for group, saved_group, saved_states in zip(self.param_groups, saved_groups, loaded, strict=True):
             for key, value in saved_group.items():
                 if key not in ("params", "step", *_TORCH_FLAGS):
                     group[key] = taken_over(group.get(key), value)
-            states = [state_dict["state"].get(number) for number in saved_group["params"]]
-            self._load_group(index, states, saved_group.get("step"))
+            self._load_group(group, saved_states)
         known = set(chain.from_iterable(group["params"] for group in saved_groups))
         self.state.update({key: deepcopy(state) for key, state in state_dict["state"].items() if key not in known})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -266,23 +267,25 @@ class FusedAdamW(torch.optim.AdamW):
         new = [param for param in params if not self.state.get(param)]
         self.state.update(zip(new, create(new, self._precision, amsgrad), strict=True))
 
-    def _load_group(self, index: int, saved_states: list[State | None], count: Any) -> None:
+    def _checked(self, index: int, saved_group: dict[str, Any], saved_states: dict[Any, State]) -> dict[int, State]:
+        """By place in the group, what there is of saved states."""
         group = self.param_groups[index]
-        loaded = {place: state for place, state in enumerate(saved_states) if state}
-        params = {place: group["params"][place] for place in loaded}
-        for param in params.values():
-            if group["amsgrad"] != ("max_exp_avg_sq" in self.state.get(param, {})):
-                self.state.pop(param, None)  # the state dict has changed what a state consists of
-        self._create(list(params.values()), group["amsgrad"])
-        for place, saved_state in loaded.items():
-            copy_in(params[place], self.state[params[place]], saved_state, _name(index, group, place))
-        set_counts(
-            [self.state[param] for param in params.values()],
-            [float(saved_state.get("step", count)) for saved_state in loaded.values()],
-        )
+        amsgrad = saved_group.get("amsgrad", group["amsgrad"])
+        return {
+            place: checked(param, state, amsgrad, saved_group.get("step"), _name(index, group, place))
+            for place, (param, number) in enumerate(zip(group["params"], saved_group["params"], strict=True))
+            if (state := saved_states.get(number))
+        }
+
+    def _load_group(self, group: dict[str, Any], saved_states: dict[int, State]) -> None:
         for place, param in enumerate(group["params"]):
-            if place not in loaded:
-                self.state.pop(param, None)
+            if place not in saved_states or group["amsgrad"] != ("max_exp_avg_sq" in self.state.get(param, {})):
+                self.state.pop(param, None)  # it is gone, or the state dict has changed what it consists of
+        params = [group["params"][place] for place in saved_states]
+        self._create(params, group["amsgrad"])
+        for param, saved_state in zip(params, saved_states.values(), strict=True):
+            copy_in(param, self.state[param], saved_state)
+        set_counts([self.state[param] for param in params], [float(state["step"]) for state in saved_states.values()])
 
 
 def _name(index: int, group: dict[str, Any], place: int) -> str:
