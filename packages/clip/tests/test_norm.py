@@ -201,6 +201,30 @@ def test_multiplying_rounds_once(dtype):
     assert torch.equal(grad.float(), expected.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("factor", [1 / 3, 3e-7])
+def test_a_number_is_not_rounded_to_the_dtype_of_the_gradients(dtype, factor):
+    grad = (random(1000) * 100).to(dtype)
+    expected = (grad.double() * factor).to(dtype)
+    multiply_([grad], factor)
+    torch.testing.assert_close(grad.float(), expected.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("number", [complex(-0.0, -1), complex(1, -0.0), complex(math.inf, 1), complex(1, math.nan)])
+def test_a_complex_gradient_keeps_its_bits_if_its_norm_does_not_call_for_clipping(dtype, number):
+    grad = torch.tensor([number], dtype=dtype)
+    before = grad.view(torch.uint8).tolist()
+    clip_grad_norm_(parameters_with(grad), 5.0)
+    assert grad.view(torch.uint8).tolist() == before
+
+
+def test_memory_that_holds_the_conjugate_is_multiplied():
+    number = torch.tensor([3 + 4j])
+    multiply_([number.conj()], torch.tensor(2.0))
+    assert number.item() == 6 + 8j
+
+
 def test_multiplying_any_mix():
     base, dense = torch.ones(3, 1), torch.full((2, 2), 3.0)
     sparse = torch.sparse_coo_tensor([[0, 0, 1]], torch.tensor([1.0, 2.0, 3.0]), (3,), check_invariants=True)

@@ -60,7 +60,11 @@ def _by_kernel_(kernel: Callable[..., None], runs: list[Tensor], factor: Tensor 
 
 def _by_torch_(runs: list[Tensor], factor: Tensor | float) -> None:
     dtype = runs[0].dtype
-    if dtype.itemsize == 1:  # fp8 has no arithmetic of its own
+    if runs[0].device.type == "cpu" and not isinstance(factor, Tensor):
+        factor = torch.tensor(factor, dtype=torch.float64)  # a number would first be rounded to bf16 or fp16
+    if dtype.is_complex:  # as pairs, since a complex product with inf or NaN spoils the other half, and loses -0
+        torch._foreach_mul_([torch.view_as_real(run.conj() if run.is_conj() else run) for run in runs], factor)
+    elif dtype.itemsize == 1:  # fp8 has no arithmetic of its own
         for run in runs:
             run.copy_(run.float().mul_(factor))
     elif isinstance(factor, Tensor) and factor.is_cuda and dtype in (torch.bfloat16, torch.float16):
