@@ -106,6 +106,13 @@ def test_a_parameter_in_a_part_counts_there():
     assert torch.cat([one.grad, other.grad]).tolist() == pytest.approx([3.0, 4.0])
 
 
+def test_one_part_is_taken_and_what_is_no_part_is_refused():
+    (parameter,) = parameters_with(torch.tensor([30.0, 40.0]))
+    assert clip_grad_norm_([], 100.0, parts=Part([parameter])).item() == 50
+    with pytest.raises(TypeError, match="parts is an iterable of Parts, not of list"):
+        clip_grad_norm_([], 100.0, parts=[[parameter]])
+
+
 def test_a_parameter_of_a_sharded_optimizer_is_followed():
     parameter, other = parameters_with(torch.tensor([7.0, 7.0]), torch.tensor([40.0]))
     parameter.grad_shard = torch.tensor([30.0])

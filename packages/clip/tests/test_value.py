@@ -26,6 +26,13 @@ def test_it_is_a_drop_in_for_torch(dtype):
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_value_beyond_the_dtype_leaves_what_is_finite():
+    values = [torch.tensor([-6e4, 3.0]), torch.tensor([-6e4, 3.0], dtype=torch.float16)]
+    grads = [value.clone() for value in values]
+    clip_grad_value_([parameter_with(grad) for grad in grads], 1e5)
+    assert all(torch.equal(grad, value) for grad, value in zip(grads, values, strict=True))
+
+
 def test_fp8_and_expanded_gradients():
     small, base = torch.linspace(-3, 3, 13).to(torch.float8_e4m3fn), torch.tensor([[5.0], [-0.5]])
     clip_grad_value_([parameter_with(small), parameter_with(base.expand(2, 3))], 1.0)

@@ -35,7 +35,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    parts: Iterable[Part] = (),
+    parts: Part | Iterable[Part] = (),
     nonfinite: Literal["keep", "zero", "raise"] | None = None,
     agree_over: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -47,8 +47,8 @@ def clip_grad_norm_(
 
     `parameters`: a tensor or an iterable; one without a gradient is skipped, one whose gradient is in the hands of a
     sharded optimizer (attribute `grad_shard`) is followed to its shard, one that occurs twice is scaled once.
-    `parts`: Parts of *parameters*, for those that ranks hold different pieces of. One that `parameters` has too counts
-    in its Part.
+    `parts`: a Part or Parts of *parameters*, for those that ranks hold different pieces of. One that `parameters` has
+    too counts in its Part.
     `nonfinite`: what happens if the norm is not finite. "keep" (default) leaves the gradients as they are, "zero" makes
     all of them zero, "raise" raises RuntimeError, on all ranks alike since it comes after the reduction; to do so the
     host reads the norm, the one sync here. `error_if_nonfinite=True` is "raise".
@@ -59,7 +59,7 @@ def clip_grad_norm_(
     """
     max_norm = _checked(max_norm)
     policy = _policy(nonfinite, error_if_nonfinite)
-    grads: list[Tensor | Part] = [_of_grads(part) for part in parts]
+    grads: list[Tensor | Part] = [_of_grads(part) for part in ((parts,) if isinstance(parts, Part) else parts)]
     grads += grads_of(parameters)
     norm = total_norm(grads, norm_type, agree_over=agree_over)
     if policy == "raise" and not norm.isfinite():  # waits for the device: the host can raise only what it knows
@@ -74,6 +74,8 @@ def clip_grad_norm_(
 
 
 def _of_grads(part: Part) -> Part:
+    if not isinstance(part, Part):
+        raise TypeError(f"parts is an iterable of Parts, not of {type(part).__name__}: {str(part)[:60]}")
     # One that is empty says all there is to say, also on a rank outside of its groups.
     return Part(grads_of(part.tensors), part.sharded_over) if part.tensors else part
 

@@ -33,8 +33,9 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
             for run in runs:
                 run.copy_(run.float().clamp_(-clip_value, clip_value))
         else:
-            torch._foreach_clamp_min_(runs, -clip_value)
-            torch._foreach_clamp_max_(runs, clip_value)
+            limit = clip_value if clip_value <= torch.finfo(dtype).max else math.inf  # fp16 may not have the number
+            torch._foreach_clamp_min_(runs, -limit)
+            torch._foreach_clamp_max_(runs, limit)
 
 
 def _coalesced(grad: Tensor) -> Tensor:
