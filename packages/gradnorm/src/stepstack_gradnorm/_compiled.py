@@ -67,9 +67,21 @@ def _read(library: ctypes.CDLL, dtype: torch.dtype, starts: list[int], sizes: li
         (ctypes.c_int64 * count)(*sizes),
         ctypes.c_int64(count),
         ctypes.c_void_p(sums.data_ptr()),
-        ctypes.c_int(min(torch.get_num_threads(), max(1, sum(sizes) // _WORTH_A_THREAD))),
+        ctypes.c_int(_threads(sum(sizes))),
     )
     return sums
+
+
+def _threads(elements: int) -> int:
+    """As many as are worth it; one in a fork of a process that had several, since it would wait for those forever."""
+    threads = min(torch.get_num_threads(), max(1, elements // _WORTH_A_THREAD))
+    return threads if threads == 1 or _first_with_threads() == os.getpid() else 1
+
+
+@cache
+def _first_with_threads() -> int:
+    """The process that first used several. Forks inherit the answer."""
+    return os.getpid()
 
 
 @cache
@@ -91,7 +103,7 @@ def _translated(folder: Path) -> Path:
     source, target = Path(__file__).with_name("squares.c"), folder / "squares.so"
     for flags in _FLAGS:
         command = [_compiler() or "cc", "-std=gnu11", "-O3", *flags, "-shared", "-fPIC", str(source), "-o", str(target)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if ended.returncode == 0:
             return target
     raise RuntimeError(f"{' '.join(command)}\n{ended.stderr}")
