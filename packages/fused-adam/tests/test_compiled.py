@@ -165,6 +165,17 @@ def test_a_compiler_that_fails_is_replaced_with_one_warning(eager, monkeypatch, 
         torch.testing.assert_close(optimizer.state[a], reference.state[b], rtol=2e-6, atol=1e-7)
 
 
+def test_a_compiler_that_cannot_even_begin_is_replaced(monkeypatch):
+    def compiled(case):
+        raise OSError("the folder of the cache cannot be made")
+
+    monkeypatch.setattr(_compiler, "_functions", {})
+    monkeypatch.setattr(_compiler, "_compiled", compiled)
+    with pytest.warns(RuntimeWarning, match=r"torch.compile failed on cpu.*OSError: the folder"):
+        optimizer = trained("compiled", steps=2)
+    assert torch.equal(*params_of(optimizer), *params_of(trained("torch", steps=2)))
+
+
 def test_a_real_compiler_that_fails_is_replaced(monkeypatch, tmp_path):
     monkeypatch.setattr(_compiler, "_functions", {})
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))

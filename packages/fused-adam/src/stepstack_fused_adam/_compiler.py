@@ -5,7 +5,7 @@ import shutil
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ def is_compiled(case: Case) -> bool:
     if _get_current_dispatch_mode() is not None:  # torch.compile does nothing under a mode
         return False
     if case not in _functions:
-        _attempt(case, _compiled(case), *_stand_ins(case))
+        _attempt(case, _compile, case)
     return _functions[case] is not None
 
 
@@ -66,10 +66,8 @@ def call(
 
 
 def _attempt(case: Case, function: Callable[..., None], *arguments: Any) -> bool:
-    first = case not in _functions
     try:
-        with _quiet() if first else nullcontext():
-            function(*arguments)
+        function(*arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -81,9 +79,14 @@ def _attempt(case: Case, function: Callable[..., None], *arguments: Any) -> bool
             stacklevel=2,
         )
         return False
-    if first:
-        _functions[case] = function
     return True
+
+
+def _compile(case: Case) -> None:
+    with _quiet():
+        function = _compiled(case)
+        function(*_stand_ins(case))
+    _functions[case] = function
 
 
 @contextmanager
