@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from stepstack_gradnorm import _compiled, _multi_tensor, _torch
+from stepstack_gradnorm._torch import flat
 
-SumsOfSquares = Callable[[list[Tensor]], Tensor]
+SumsOfSquares = Callable[[list[list[Tensor]]], Tensor]
 
 _KERNELS = ("transformer_engine", "apex")
 _NAMES = ("torch", "compiled", *_KERNELS)
@@ -39,28 +40,27 @@ def check_backend(backend: str, norm_type: float) -> None:
         raise ValueError(f"backend {backend!r} is not here: {reason}. backends() tells which are")
 
 
-def sums_of_squares(backend: str, tensors: list[Tensor]) -> Tensor:
-    """Σx² of each tensor, stacked, in fp64. They are real, on one device, of one dtype, none is empty."""
-    device, dtype = tensors[0].device, tensors[0].dtype
+def sums_of_squares(backend: str, lists: list[list[Tensor]]) -> Tensor:
+    """Σx² of each list, stacked, in fp64. The tensors are real, on one device, of one dtype, and none is empty."""
+    first = flat(lists)[0]
     if backend == "auto":
-        return _automatic(tensors)(tensors)
+        return _automatic(lists, first.device, first.dtype)(lists)
     if backend == "torch":
-        return _torch.sums_of_squares(tensors)
+        return _torch.sums_of_squares(lists)
     if backend == "compiled":
-        reason = _compiled.missing(device) or _compiled.refuses(dtype)
+        reason = _compiled.missing(first.device) or _compiled.refuses(first.dtype)
     else:
-        reason = _multi_tensor.missing(backend, device) or _multi_tensor.refuses(dtype)
+        reason = _multi_tensor.missing(backend, first.device) or _multi_tensor.refuses(first.dtype)
     if reason:
         raise ValueError(f"backend {backend!r} does not measure these gradients: {reason}; backend='auto' does")
     if backend == "compiled":
-        return _compiled.sums_of_squares(tensors)
-    return _multi_tensor.sums_of_squares(backend, tensors)
+        return _compiled.sums_of_squares(lists)
+    return _multi_tensor.sums_of_squares(backend, lists)
 
 
-def _automatic(tensors: list[Tensor]) -> SumsOfSquares:
-    device, dtype = tensors[0].device, tensors[0].dtype
+def _automatic(lists: list[list[Tensor]], device: torch.device, dtype: torch.dtype) -> SumsOfSquares:
     if device.type == "cpu":
-        is_large = sum(map(Tensor.numel, tensors)) >= _WORTH_COMPILING
+        is_large = sum(map(Tensor.numel, flat(lists))) >= _WORTH_COMPILING
         if is_large and not (torch.compiler.is_compiling() or _compiled.missing(device) or _compiled.refuses(dtype)):
             return _compiled.sums_of_squares
         return _torch.sums_of_squares

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import warnings
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from stepstack_gradnorm import _torch
 from stepstack_gradnorm._memory import is_dense, start
+from stepstack_gradnorm._torch import flat, summed
 
 _FUNCTIONS = {torch.float32: "sums_fp32", torch.bfloat16: "sums_bf16", torch.float16: "sums_fp16"}
 
@@ -35,28 +37,25 @@ def refuses(dtype: torch.dtype) -> str | None:
     return None if dtype in _FUNCTIONS else f"it is for fp32, bf16 and fp16, not for {dtype}"
 
 
-def sums_of_squares(tensors: list[Tensor]) -> Tensor:
+def sums_of_squares(lists: list[list[Tensor]]) -> Tensor:
     """What `_torch.sums_of_squares` says, which does it if, with a warning, nothing compiles, or memory can't be seen.
 
     In each of 32 lanes, 32 squares at a time are added up in fp32 and these sums in fp64; all in fp64 if squares leave
     the range of fp32. The number of threads does not change a bit.
     """
     library = _library()
-    dense = [t if t.is_contiguous() or is_dense(t) else t.contiguous() for t in tensors]
+    dense = [t if t.is_contiguous() or is_dense(t) else t.contiguous() for t in flat(lists)]
     starts, sizes = [start(t) for t in dense], [t.numel() for t in dense]
     if library is None or min(starts) < 0:
-        return _torch.sums_of_squares(tensors)
-    if max(sizes) <= _CHUNK:
-        return _read(library, dense[0].dtype, starts, sizes)
-    cuts = [range(0, size, _CHUNK) for size in sizes]
-    bytes_ = dense[0].element_size()
-    sums = _read(
-        library,
-        dense[0].dtype,
-        [at + bytes_ * offset for at, cut in zip(starts, cuts, strict=True) for offset in cut],
-        [min(_CHUNK, size - offset) for size, cut in zip(sizes, cuts, strict=True) for offset in cut],
-    )
-    return torch.stack([several.sum() for several in torch.split(sums, [len(cut) for cut in cuts])])
+        return _torch.sums_of_squares(lists)
+    dtype, counts = dense[0].dtype, [len(tensors) for tensors in lists]
+    if max(sizes) > _CHUNK:
+        cuts = [range(0, size, _CHUNK) for size in sizes]
+        pieces = map(len, cuts)
+        counts = [sum(islice(pieces, count)) for count in counts]
+        starts = [at + dtype.itemsize * offset for at, cut in zip(starts, cuts, strict=True) for offset in cut]
+        sizes = [min(_CHUNK, size - offset) for size, cut in zip(sizes, cuts, strict=True) for offset in cut]
+    return summed(_read(library, dtype, starts, sizes), counts)
 
 
 def _read(library: ctypes.CDLL, dtype: torch.dtype, starts: list[int], sizes: list[int]) -> Tensor:
@@ -109,5 +108,6 @@ def _translated(folder: Path) -> Path:
     raise RuntimeError(f"{' '.join(command)}\n{ended.stderr}")
 
 
+@cache
 def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)

@@ -8,6 +8,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from stepstack_gradnorm._torch import flat, summed
+
 CHUNK = 2048 * 32  # the elements that one block of threads does, as both libraries call their kernels
 
 # By backend: what to import; the last has the kernels.
@@ -52,9 +54,9 @@ def is_exact(dtype: torch.dtype) -> bool:
     return dtype is torch.float16
 
 
-def sums_of_squares(backend: str, tensors: list[Tensor]) -> Tensor:
+def sums_of_squares(backend: str, lists: list[list[Tensor]]) -> Tensor:
     """What `_torch.sums_of_squares` says, squared and added up in fp32."""
+    tensors = [tensor.contiguous() for tensor in flat(lists)]
     flag = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
-    contiguous = [tensor.contiguous() for tensor in tensors]
-    _, norms = kernels(backend).multi_tensor_l2norm(CHUNK, flag, [contiguous], True)  # type: ignore[union-attr]
-    return norms.double().square_()  # type: ignore[no-any-return]
+    _, norms = kernels(backend).multi_tensor_l2norm(CHUNK, flag, [tensors], True)  # type: ignore[union-attr]
+    return summed(norms.double().square_(), [*map(len, lists)])

@@ -1,7 +1,6 @@
 """What a norm is the root of, kept so that pieces of a gradient add up in any order without losing digits or range."""
 
 import math
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepstack_gradnorm._backends import check_backend, sums_of_squares
+from stepstack_gradnorm._torch import flat, summed
 
 
 class Sum(Protocol):
@@ -54,10 +54,10 @@ class Powers:
 
     def of(self, lists: list[list[Tensor]]) -> Tensor:
         lists = [_reals(tensors, self.p) for tensors in lists]
-        if self.p != 2:
-            norms = torch.stack(torch._foreach_norm(_flat(lists), self.p, dtype=self.dtype))
-            return self.together(_like(lists, norms if self.p in (0, 1) else norms.pow_(self.p)))
-        return self.together(_like(lists, sums_of_squares(self.backend, _flat(lists))))
+        if self.p == 2:
+            return sums_of_squares(self.backend, lists)
+        norms = torch.stack(torch._foreach_norm(flat(lists), self.p, dtype=self.dtype))
+        return summed(norms if self.p in (0, 1) else norms.pow_(self.p), [*map(len, lists)])
 
     def together(self, several: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(several, 1))  # of numbers that are not negative: the sum
@@ -80,7 +80,7 @@ class Maximum:
 
     def of(self, lists: list[list[Tensor]]) -> Tensor:
         lists = [_reals(tensors, math.inf) for tensors in lists]
-        return self.together(_like(lists, torch.stack(torch._foreach_norm(_flat(lists), math.inf)).to(self.dtype)))
+        return self.together(_like(lists, torch.stack(torch._foreach_norm(flat(lists), math.inf)).to(self.dtype)))
 
     def together(self, several: list[Tensor]) -> Tensor:
         zero = several[0].new_zeros(1)
@@ -105,7 +105,7 @@ class ScaledPowers:
         self.p, self.dtype = p, dtype
 
     def of(self, lists: list[list[Tensor]]) -> Tensor:
-        return self.together(_like(lists, torch.stack([self._of(tensor) for tensor in _flat(lists)])))
+        return self.together(_like(lists, torch.stack([self._of(tensor) for tensor in flat(lists)])))
 
     def _of(self, tensor: Tensor) -> Tensor:
         pieces = torch.split(tensor.reshape(-1), 2**24)  # a copy in the wide dtype is made of one piece at a time
@@ -135,15 +135,11 @@ class ScaledPowers:
 
 
 def has_float64() -> bool:
-    """Whether the accelerator of this machine, if there is one, can compute in fp64. The same on every rank."""
+    """Whether the accelerator of this machine, if there is one, has fp64. The same on every rank."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "xpu":
         return accelerator is None or accelerator.type != "mps"
     return bool(torch.xpu.get_device_properties().has_fp64)
-
-
-def _flat(lists: list[list[Tensor]]) -> list[Tensor]:
-    return [*chain.from_iterable(lists)]
 
 
 def _like(lists: list[list[Tensor]], values: Tensor) -> list[Tensor]:
@@ -152,7 +148,7 @@ def _like(lists: list[list[Tensor]], values: Tensor) -> list[Tensor]:
 
 
 def _reals(tensors: list[Tensor], p: float) -> list[Tensor]:
-    """Real tensors of the same norm, in a dtype that norms are computed of."""
+    """Real tensors of the same norm, in a dtype that torch takes norms of."""
     if not tensors:
         return tensors
     if tensors[0].is_complex():

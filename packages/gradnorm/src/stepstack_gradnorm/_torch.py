@@ -1,5 +1,8 @@
 """The sums of squares in plain torch: the definition."""
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -7,16 +10,31 @@ _CHUNK = 2**18  # elements whose copy in fp64 stays in a CPU's cache
 _SMALL = 2**16  # elements below which calls of its own cost a tensor more than they save
 
 
-def sums_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Σx² of each, stacked, in fp64. They are real tensors on one device, of one dtype, and none is empty.
+def sums_of_squares(lists: list[list[Tensor]]) -> Tensor:
+    """Σx² of each list, stacked, in fp64. The tensors are real, on one device, of one dtype, and none is empty.
 
-    torch.stack([tensor.double().square().sum() for tensor in tensors])
+    torch.stack([torch.cat([tensor.flatten() for tensor in tensors]).double().square().sum() for tensors in lists])
     """
+    tensors = flat(lists)
     if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square_()  # converts as it reads
+        squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square_()  # converts as it reads
+        return summed(squares, [*map(len, lists)])
     small = [tensor for tensor in tensors if tensor.numel() < _SMALL]
-    squares = iter(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square_() if small else ())
-    return torch.stack([next(squares) if tensor.numel() < _SMALL else _by_chunks(tensor) for tensor in tensors])
+    done = iter(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square_() if small else ())
+    squares = torch.stack([next(done) if tensor.numel() < _SMALL else _by_chunks(tensor) for tensor in tensors])
+    return summed(squares, [*map(len, lists)])
+
+
+def flat(lists: list[list[Tensor]]) -> list[Tensor]:
+    """All tensors of all lists."""
+    return [*chain.from_iterable(lists)]
+
+
+def summed(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """The sum of the first so many values, of the next so many …, stacked. They are not negative."""
+    if len(counts) == 1:
+        return values.sum(0, keepdim=True)
+    return torch.stack(torch._foreach_norm([*torch.split(values, [*counts])], 1))
 
 
 def _by_chunks(tensor: Tensor) -> Tensor:
