@@ -220,6 +220,23 @@ def test_it_neither_waits_nor_depends_on_the_number_of_pieces(eager, monkeypatch
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+def test_a_training_loop_that_is_compiled_steps_as_one_that_is_not(backend):
+    param, twin = (torch.nn.Parameter(torch.ones(150, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer, reference = (FusedAdamW([one], lr=0.1, backend=backend, **MASTERS) for one in (param, twin))
+
+    @torch.compile(backend="aot_eager")
+    def train():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        param.grad, twin.grad = param.detach() + 1, twin.detach() + 1
+        train()
+        reference.step()
+    torch.testing.assert_close(optimizer.state[param], reference.state[twin], rtol=0, atol=0)
+
+
 def test_under_a_mode_it_is_the_torch_backend():
     with Operations() as operations:
         optimizer = trained("compiled", steps=1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._backends import check_backend
@@ -104,9 +105,7 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises TypeError or ValueError, by name, for parameters that cannot be trained, and for numbers
-        that the constructor refuses.
-        """
+        """As torch's. TypeError or ValueError, by name, for parameters and numbers that the constructor refuses."""
         param_group.setdefault("bias_correction", self._bias_correction)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -119,6 +118,7 @@ class FusedAdamW(torch.optim.AdamW):
             self.param_groups.pop()
             raise
 
+    @_disable_dynamo  # a compiled training loop breaks its graph here: a step compiles what it needs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; the closure's loss. Waits for no device and no rank."""
