@@ -121,6 +121,17 @@ def test_zero_rows_on_one_rank():
     assert on_ranks(2, run) == [norms_of([grad], all_reduces(1))] * 2
 
 
+def test_norm_type_zero_counts_the_elements_of_shards_that_are_not_zero():
+    grad = torch.tensor([[0.0, -0.0, 2.0], [0.0, 1e-30, 0.0], [-3.0, 0.0, 0.0]])
+
+    def run(rank):
+        sharded = distribute_tensor(grad, init_device_mesh("cpu", (2,)), [Shard(0)])
+        norm, collectives = measured([sharded], 0)
+        return norm.item(), collectives
+
+    assert on_ranks(2, run) == [(3.0, all_reduces(1))] * 2
+
+
 def test_a_partial_gradient_is_what_its_terms_add_up_to():
     terms = [random(3, 4, seed=seed) for seed in range(4)]
 
