@@ -206,6 +206,19 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing():
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_memory_format_that_changed_is_an_error_and_a_state_dict_from_before_still_loads():
+    optimizer = FusedAdamW(model(torch.bfloat16), master_weights="fp32")
+    params = train(optimizer, range(2))
+    saved = optimizer.state_dict()
+    params[2].data = params[2].data.to(memory_format=torch.channels_last)
+    for refused in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(ValueError, match=r"exp_avg of parameter 2 of .* a new optimizer can load the state dict"):
+            refused()
+    anew = FusedAdamW(params, master_weights="fp32")
+    anew.load_state_dict(saved)
+    torch.testing.assert_close(anew.state_dict(), saved, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_a_copy_goes_on_alike(copied):
     optimizer = FusedAdamW(model(torch.bfloat16), lr=0.1, master_weights="fp32", backend="torch")

@@ -80,7 +80,8 @@ def check_states(run: Run, name: str) -> None:
         if not is_dense(tensor) or not same_order(run.shape, tensor):
             raise ValueError(
                 f"{kind} of {name} has strides {tensor.stride()}; in the order of its parameter they are "
-                f"{run.shape.stride()}"
+                f"{run.shape.stride()}. After a parameter has changed its memory format, a new optimizer can load the "
+                "state dict that was saved before"
             )
     if run.step.shape != () or run.step.dtype != torch.float32 or run.step.device != run.device:
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stepstack_fused_adam._border import check_states
 from stepstack_fused_adam._definition import States, first_moment, narrowed, second_moment, weight
 from stepstack_fused_adam._run import arithmetic, dense_like, flat, is_dense, local, run_of
 from stepstack_fused_adam._state import NAMES, State, as_held, states_here
@@ -20,9 +21,9 @@ def copied_out(mapping: Mapping[str, Any]) -> State:
     return {key: value.clone() if isinstance(value, Tensor) else deepcopy(value) for key, value in mapping.items()}
 
 
-def saved(param: Tensor, state: State) -> State:
+def saved(param: Tensor, state: State, name: str) -> State:
     """A copy of a state in the form that any AdamW reads: codes as the numbers they stand for, master weights whole."""
-    here, states = _flat(param, state)
+    here, states = _flat(param, state, name)
     numbers = {
         "exp_avg": first_moment(states),
         "exp_avg_sq": second_moment(states),
@@ -55,12 +56,12 @@ def checked(param: Tensor, saved_state: Mapping[str, Any], amsgrad: bool, count:
     return state
 
 
-def copy_in(param: Tensor, state: State, saved_state: State) -> None:
+def copy_in(param: Tensor, state: State, saved_state: State, name: str) -> None:
     """Fill all but the step of a state from a checked one; what it is stored as, and where, stays.
 
     With a remainder, the parameter is written too: it is a part of the master weight.
     """
-    here, states = _flat(param, state)
+    here, states = _flat(param, state, name)
     from_saved = _has_master(states) and "master_weight" in saved_state
     rounded, new = narrowed(
         states,
@@ -127,10 +128,11 @@ def _has_master(states: States) -> bool:
     return states.master is not None or states.remainder_high is not None
 
 
-def _flat(param: Tensor, state: State) -> tuple[Tensor, States]:
+def _flat(param: Tensor, state: State, name: str) -> tuple[Tensor, States]:
     """Both with one dim, in the order of the parameter."""
     here = local(param.detach())
     run = run_of(here, state["step"], states_here(state))
+    check_states(run, name)
     return flat(here if is_dense(here) else here.clone(), run.numel), run.flat.states
 
 

@@ -177,14 +177,15 @@ class FusedAdamW(torch.optim.AdamW):
             pre_hook(self)
         numbers = {id(param): number for number, param in enumerate(self._params())}
         states: dict[Any, State] = {
-            numbers[id(param)]: saved(param, self.state[param]) for param in self._params() if self.state.get(param)
+            number: saved(param, state, f"parameter {number} of the state dict")
+            for number, param in enumerate(self._params())
+            if (state := self.state.get(param))
         }
         states |= {key: deepcopy(state) for key, state in self.state.items() if not isinstance(key, Tensor)}
         groups = [
-            copied_out({key: value for key, value in group.items() if key != "params"}) for group in self.param_groups
+            copied_out({**group, "params": [numbers[id(param)] for param in group["params"]]})
+            for group in self.param_groups
         ]
-        for group, packed in zip(self.param_groups, groups, strict=True):
-            packed["params"] = [numbers[id(param)] for param in group["params"]]
         state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
@@ -204,18 +205,18 @@ class FusedAdamW(torch.optim.AdamW):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes, saved_sizes = (
+            [len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups)
+        )
         if sizes != saved_sizes:
             raise ValueError(f"the groups have {sizes} parameters, those of the state dict {saved_sizes}")
-        loaded = [
-            self._checked(index, saved_group, state_dict["state"]) for index, saved_group in enumerate(saved_groups)
-        ]
-        for group, saved_group, saved_states in zip(self.param_groups, saved_groups, loaded, strict=True):
+        loaded = [self._checked(index, group, state_dict["state"]) for index, group in enumerate(saved_groups)]
+        for index, saved_group in enumerate(saved_groups):
+            group = self.param_groups[index]
             for key, value in saved_group.items():
                 if key not in ("params", "step", *_TORCH_FLAGS):
                     group[key] = taken_over(group.get(key), value)
-            self._load_group(group, saved_states)
+            self._load_group(index, loaded[index])
         known = set(chain.from_iterable(group["params"] for group in saved_groups))
         self.state.update({key: deepcopy(state) for key, state in state_dict["state"].items() if key not in known})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -277,14 +278,16 @@ class FusedAdamW(torch.optim.AdamW):
             if (state := saved_states.get(number))
         }
 
-    def _load_group(self, group: dict[str, Any], saved_states: dict[int, State]) -> None:
+    def _load_group(self, index: int, saved_states: dict[int, State]) -> None:
+        group = self.param_groups[index]
         for place, param in enumerate(group["params"]):
             if place not in saved_states or group["amsgrad"] != ("max_exp_avg_sq" in self.state.get(param, {})):
                 self.state.pop(param, None)  # it is gone, or the state dict has changed what it consists of
         params = [group["params"][place] for place in saved_states]
         self._create(params, group["amsgrad"])
-        for param, saved_state in zip(params, saved_states.values(), strict=True):
-            copy_in(param, self.state[param], saved_state)
+        for place, saved_state in saved_states.items():
+            param = group["params"][place]
+            copy_in(param, self.state[param], saved_state, _name(index, group, place))
         set_counts([self.state[param] for param in params], [float(state["step"]) for state in saved_states.values()])
 
 
