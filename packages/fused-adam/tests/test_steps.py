@@ -393,6 +393,14 @@ def test_numbers_of_a_group_are_checked_as_the_constructors_are(numbers, reason)
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+def test_the_contract_has_one_number_for_all(name):
+    optimizer = FusedAdamW(parameters((2,)))
+    setattr(optimizer, name, torch.ones(2))
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); it is one number"):
+        optimizer.step()
+
+
 def test_a_closure_gives_the_loss():
     ours = parameters((3,))
     optimizer = FusedAdamW(ours)

@@ -79,7 +79,13 @@ class Hyperparameters:
 
 
 def contract(grad_scale: Number | None, found_inf: Number | None) -> tuple[Tensor | None, Tensor | None]:
-    """(`grad_scale`, `skip`): both 0-d fp32 or None, and skip exactly 1 wherever found_inf is not 0, NaN included."""
+    """(`grad_scale`, `skip`): both 0-d fp32 or None, and skip exactly 1 wherever found_inf is not 0, NaN included.
+
+    Raises ValueError where one has not one element.
+    """
+    for name, number in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if isinstance(number, Tensor) and number.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(number.shape)}; it is one number for all parameters")
     scale = None if grad_scale is None else torch.as_tensor(grad_scale).reshape(()).to(torch.float32)
     skip = None if found_inf is None else (torch.as_tensor(found_inf).reshape(()) != 0).to(torch.float32)
     return scale, skip

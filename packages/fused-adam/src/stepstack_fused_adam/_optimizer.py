@@ -205,9 +205,7 @@ class FusedAdamW(torch.optim.AdamW):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         saved_groups = state_dict["param_groups"]
-        sizes, saved_sizes = (
-            [len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups)
-        )
+        sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (self.param_groups, saved_groups))
         if sizes != saved_sizes:
             raise ValueError(f"the groups have {sizes} parameters, those of the state dict {saved_sizes}")
         loaded = [self._checked(index, group, state_dict["state"]) for index, group in enumerate(saved_groups)]
