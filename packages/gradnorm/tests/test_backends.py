@@ -38,6 +38,12 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_torch_measures_large_tensors_by_chunks(dtype):
+    grads = [random(2**21 + 3, dtype=dtype), random(2**16, dtype=dtype, seed=1), random(5, dtype=dtype, seed=2)]
+    assert total_norm(grads, backend="torch").item() == pytest.approx(norm_of(*grads), rel=1e-6, abs=0)
+
+
 @needs_a_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1023, 1024, 1025, 5000, 200_001])

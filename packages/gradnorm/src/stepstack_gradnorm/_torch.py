@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-_CHUNK = 2**18  # elements whose copy in fp64 stays in a CPU's cache
+_CHUNK = 2**20  # elements that are copied in fp64 at a time: few enough for a cache, enough for few calls
 _SMALL = 2**16  # elements below which calls of its own cost a tensor more than they save
 
 
