@@ -84,6 +84,7 @@ def test_compiled_shows_what_is_not_finite(dtype, bad, where):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_share_the_work_and_change_no_bit(threads, dtype, monkeypatch):
     monkeypatch.setattr(_compiled, "_WORTH_A_THREAD", 2**17)
+    monkeypatch.setattr(_compiled, "_CHUNK", 2**16)
     grads = [random(300_001, dtype=dtype), random(1000, dtype=dtype, seed=1), random(2**17, dtype=dtype, seed=2)]
     norms = []
     for count in (1, 2, 3):

@@ -263,6 +263,17 @@ def test_what_is_no_gradient_is_refused(grads, error, words):
         total_norm(grads)
 
 
+def test_gradients_without_names_have_no_norms_by_name():
+    with pytest.raises(TypeError, match="list"):
+        tensor_norms([random(2)])
+
+
+@pytest.mark.parametrize("group", [-100, "world", (None,)])
+def test_ranks_agree_over_a_group_only(group):
+    with pytest.raises(TypeError, match="agree_over"):
+        total_norm([random(2)], agree_over=group)
+
+
 def test_a_part_inside_of_a_part_is_refused():
     with pytest.raises(TypeError, match="Part"):
         Part([Part([random(2)])])

@@ -21,7 +21,7 @@ _FUNCTIONS = {torch.float32: "sums_fp32", torch.bfloat16: "sums_bf16", torch.flo
 
 # The best first, since not every compiler has all. Wider vectors read faster from the cache, but slower from memory.
 _FLAGS = (("-march=native", "-mprefer-vector-width=256", "-fopenmp"), ("-march=native", "-fopenmp"), ("-fopenmp",), ())
-_CHUNK = 2**17  # elements that a thread reads at a time
+_CHUNK = 2**18  # elements that a thread reads at a time
 _WORTH_A_THREAD = 2**22  # elements
 
 

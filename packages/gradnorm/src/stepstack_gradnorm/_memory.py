@@ -27,7 +27,8 @@ def local_runs(grads: Grads) -> dict[Place, list[Tensor]]:
     seen: Seen = {}
     for tensors, _ in in_parts(grads):
         for tensor in tensors:
-            memory.add(_existing(local_tensor(tensor)), seen)
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+            memory.add(tensor if is_plain else _existing(local_tensor(tensor)), seen)
     return memory.runs()
 
 
@@ -143,7 +144,7 @@ def _existing(tensor: Tensor) -> Tensor:
     """The elements that exist: an expanded dim has one."""
     if tensor.layout is not torch.strided:
         return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    if tensor.is_contiguous() or 0 not in tensor.stride():
+    if 0 not in tensor.stride():
         return tensor
     size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(size, tensor.stride())

@@ -94,6 +94,8 @@ def tensor_norms(
 
     Every rank passes the same names in the same order; the norm of None is 0.
     """
+    if not isinstance(grads, Mapping):
+        raise TypeError(f"gradients are given by name, {{name: gradient}}, not as {type(grads).__name__}")
     sum_ = sum_for(norm_type)
     shares = Shares()
     for name, grad in grads.items():
@@ -110,6 +112,8 @@ def tensor_norms(
 
 
 def _check_inside(shares: Shares, agree_over: dist.ProcessGroup | None) -> None:
+    if not (agree_over is None or isinstance(agree_over, dist.ProcessGroup)):
+        raise TypeError(f"agree_over is a ProcessGroup that this rank is in, not {agree_over!r}")
     if shares.outside and agree_over is None:
         raise ValueError(f"{shares.outside}: it learns the norm by agree_over=<a group of it and of ranks inside>")
 
