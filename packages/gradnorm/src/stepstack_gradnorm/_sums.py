@@ -1,7 +1,6 @@
 """What a norm is the root of, kept so that pieces of a gradient add up in any order without losing digits or range."""
 
 import math
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -135,7 +134,6 @@ class ScaledPowers:
         return (scales * powers.pow(1 / self.p)).float()
 
 
-@cache
 def has_float64() -> bool:
     """Whether the accelerator of this machine, if there is one, has fp64. The same on every rank."""
     accelerator = torch.accelerator.current_accelerator()
