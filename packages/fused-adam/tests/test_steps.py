@@ -284,7 +284,9 @@ def test_strides_are_right(kind, grad_kind, dtype):
         optimizer.step()
         reference.step()
     assert ours[0].stride() == start.stride()
-    torch.testing.assert_close(ours[0].float(), theirs[0].to(dtype).float(), rtol=1e-6, atol=1e-6)
+    # A last bit of the fp32 weight may round a 16-bit one the other way; wrong strides are off by the learning rate.
+    rtol = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(ours[0].float(), theirs[0].to(dtype).float(), rtol=rtol, atol=1e-6)
     assert ours[0].untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
 
 
