@@ -58,6 +58,7 @@ class Ranks:
             mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self.mesh = mesh
         self.shards, self.shard, self.replicas = 1, 0, 1
+        self._axes: list[ProcessGroup] = []  # this rank's groups of the axes that have several ranks, replicas first
         if mesh is None:
             return
         rank = dist.get_rank()
@@ -74,6 +75,7 @@ class Ranks:
         self._replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
+        self._axes = [group for group in mesh.get_all_groups() if group.size() > 1]
         self._placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
     def sharded(self, local: Tensor, numel: int) -> Tensor:
@@ -108,10 +110,8 @@ class Ranks:
 
     def broadcast(self, flat: Tensor) -> None:
         """Give every rank of the mesh what its first rank has."""
-        if self.replicas > 1:
-            dist.broadcast(flat, group=self._replicate_group, group_src=0)
-        if self.shards > 1:
-            dist.broadcast(flat, group=self._shard_group, group_src=0)
+        for group in self._axes:
+            dist.broadcast(flat, group=group, group_src=0)
 
     def compare(self, lines: list[str], device: torch.device) -> None:
         """Raise ValueError on every rank of the mesh, unless all pass the same lines of text."""
@@ -121,10 +121,8 @@ class Ranks:
         if highest[0] == -highest[1]:  # waits, once for a construction
             return
         first = [lines]
-        if self.replicas > 1:
-            dist.broadcast_object_list(first, group=self._replicate_group, group_src=0, device=device)
-        if self.shards > 1:
-            dist.broadcast_object_list(first, group=self._shard_group, group_src=0, device=device)
+        for group in self._axes:
+            dist.broadcast_object_list(first, group=group, group_src=0, device=device)
         here, there = next(
             ((a, b) for a, b in itertools.zip_longest(lines, first[0], fillvalue="nothing more") if a != b),
             ("the same as on the mesh's first rank", "something else on another rank"),
@@ -136,10 +134,8 @@ class Ranks:
 
     def all_reduce_max(self, value: Tensor) -> None:
         """Leave in `value` the maximum over the mesh."""
-        if self.shards > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._shard_group)
-        if self.replicas > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._replicate_group)
+        for group in self._axes:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
 class Pending:
