@@ -20,11 +20,16 @@ FOLDERS = {
     for kind in ("packages", "integration")
     for path in sorted(ROOT.glob(f"{kind}/*/pyproject.toml"))
 }
+PROJECTS = {name: load_toml(folder / "pyproject.toml") for name, folder in FOLDERS.items()}
+ENGINES = [name for name, project in PROJECTS.items() if "engine" in project["dependency-groups"]]
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
-TOOLS = ["editables", "hatchling>=1.27", "matplotlib>=3.8", "mypy>=1.15", "nox>=2025.2.9", "ruff>=0.11", "tqdm>=4.66"]
+PYPROJECTS = [CONSTRAINTS, *(folder / "pyproject.toml" for folder in FOLDERS.values())]
+EDITABLE = [word for folder in FOLDERS.values() for word in ("--editable", folder)]
+BUILD_TOOLS = ["editables", "hatchling>=1.27"]
+TOOLS = [*BUILD_TOOLS, "matplotlib>=3.8", "mypy>=1.15", "nox>=2025.2.9", "ruff>=0.11", "tqdm>=4.66"]
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "types", "tests"]
@@ -34,10 +39,9 @@ os.environ["PIP_CONSTRAINT"] = str(CONSTRAINTS)
 @nox.session(venv_backend="none")
 def dev(session):
     """Make `.venv`: every package, editable, and what the tests and tools need. Quick when nothing changed."""
-    groups = {requirement for folder in FOLDERS.values() for requirement in test_group(folder)}
-    wanted = [*TOOLS, *sorted(requirement for requirement in groups if not requirement.startswith("stepstack"))]
+    wanted = [*TOOLS, *foreign(test_groups())]
     stamp = VENV / "made-from.sha256"
-    made_from = fingerprint(wanted, [CONSTRAINTS, *(folder / "pyproject.toml" for folder in FOLDERS.values())])
+    made_from = fingerprint(wanted, PYPROJECTS)
     if stamp.exists() and stamp.read_text() == made_from:
         return
     if not BIN.exists():
@@ -45,8 +49,7 @@ def dev(session):
     session.log("Installing into .venv; torch is large, so the first time takes a minute or two.")
     pip_install = ("-m", "pip", "install", "--quiet")
     python(session, *pip_install, *wanted)
-    editable = [word for folder in FOLDERS.values() for word in ("--editable", folder)]
-    python(session, *pip_install, "--no-build-isolation", *editable)
+    python(session, *pip_install, "--no-build-isolation", *EDITABLE)
     stamp.write_text(made_from)
 
 
@@ -83,17 +86,35 @@ def wheels(session):
 
 
 @nox.session(default=False, reuse_venv=False, requires=["wheels"])
-@nox.parametrize("folder", [nox.param(folder, id=name) for name, folder in FOLDERS.items()])
-def isolated(session, folder):
+@nox.parametrize("name", FOLDERS, ids=list(FOLDERS))
+def isolated(session, name):
     """Test the wheel in a fresh environment with nothing but what it declares: -- [pytest's arguments]"""
     # Whatever is ours comes from `dist`, never from an index; what nobody declares is not installed.
     ours = Path(session.create_tmp()) / "ours.txt"
     ours.write_text("".join(f"{wheel.name.split('-')[0]} @ {wheel.as_uri()}\n" for wheel in DIST.glob("*.whl")))
-    distribution = load_toml(folder / "pyproject.toml")["project"]["name"]
+    distribution, test_group = PROJECTS[name]["project"]["name"], dependency_groups(PROJECTS[name], "test")
     # Compiling all of torch is four fifths of installing it; what the tests import is compiled as they import it.
-    session.install("--no-compile", "--constraint", ours, distribution, *test_group(folder))
+    session.install("--no-compile", "--constraint", ours, distribution, *test_group)
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    session.run("pytest", folder / "tests", *session.posargs)  # `python -m pytest` would put this folder on the path
+    # Not `python -m pytest`, which would put the current folder on the path.
+    session.run("pytest", FOLDERS[name] / "tests", *session.posargs)
+
+
+@nox.session(default=False, reuse_venv=True)
+@nox.parametrize("name", ENGINES, ids=ENGINES)
+def engines(session, name):
+    """Test an integration beside the real engine, in an environment of its own: -- [pytest's arguments]"""
+    home = Path(session.virtualenv.location)
+    session.env["TORCH_EXTENSIONS_DIR"] = str(home / "torch_extensions")  # kept, since they take minutes to build
+    wanted = [*BUILD_TOOLS, "torch", *foreign(test_groups()), *dependency_groups(PROJECTS[name], "engine")]
+    stamp = home / "made-from.sha256"
+    made_from = fingerprint(wanted, PYPROJECTS)
+    if not (stamp.exists() and stamp.read_text() == made_from):
+        session.install("--no-compile", *BUILD_TOOLS, "torch", *foreign(test_groups()))
+        session.install("--no-compile", "--no-build-isolation", *dependency_groups(PROJECTS[name], "engine"))
+        session.install("--no-build-isolation", *EDITABLE)
+        stamp.write_text(made_from)
+    session.run("python", "-m", "pytest", FOLDERS[name] / "tests", "-m", "engine", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -134,8 +155,12 @@ def python(session, *arguments, **options):
     session.run(BIN / "python", *arguments, **options)
 
 
-def test_group(folder):
-    return dependency_groups(load_toml(folder / "pyproject.toml"), "test")
+def test_groups():
+    return {requirement for project in PROJECTS.values() for requirement in dependency_groups(project, "test")}
+
+
+def foreign(requirements):
+    return sorted(requirement for requirement in requirements if not requirement.startswith("stepstack"))
 
 
 def fingerprint(words, files):

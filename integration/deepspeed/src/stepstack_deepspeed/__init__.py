@@ -1,0 +1,1 @@
+"""Norm, clip, loss scale and Adam for DeepSpeed engines and DeepSpeed configs."""
