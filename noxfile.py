@@ -86,7 +86,7 @@ def wheels(session):
 
 
 @nox.session(default=False, reuse_venv=False, requires=["wheels"])
-@nox.parametrize("name", FOLDERS, ids=list(FOLDERS))
+@nox.parametrize("name", [nox.param(name, id=name) for name in FOLDERS])
 def isolated(session, name):
     """Test the wheel in a fresh environment with nothing but what it declares: -- [pytest's arguments]"""
     # Whatever is ours comes from `dist`, never from an index; what nobody declares is not installed.
@@ -101,7 +101,7 @@ def isolated(session, name):
 
 
 @nox.session(default=False, reuse_venv=True)
-@nox.parametrize("name", ENGINES, ids=ENGINES)
+@nox.parametrize("name", [nox.param(name, id=name) for name in ENGINES])
 def engines(session, name):
     """Test an integration beside the real engine, in an environment of its own: -- [pytest's arguments]"""
     home = Path(session.virtualenv.location)
