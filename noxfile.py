@@ -106,12 +106,16 @@ def engines(session, name):
     """Test an integration beside the real engine, in an environment of its own: -- [pytest's arguments]"""
     home = Path(session.virtualenv.location)
     session.env["TORCH_EXTENSIONS_DIR"] = str(home / "torch_extensions")  # kept, since they take minutes to build
-    wanted = [*BUILD_TOOLS, "torch", *foreign(test_groups()), *dependency_groups(PROJECTS[name], "engine")]
+    ours = [*BUILD_TOOLS, "torch", *foreign(test_groups())]
+    theirs = dependency_groups(PROJECTS[name], "engine")
+    alone = PROJECTS[name]["dependency-groups"].get("engine-alone", [])  # without what these declare
     stamp = home / "made-from.sha256"
-    made_from = fingerprint(wanted, PYPROJECTS)
+    made_from = fingerprint([*ours, *theirs, *alone], PYPROJECTS)
     if not (stamp.exists() and stamp.read_text() == made_from):
-        session.install("--no-compile", *BUILD_TOOLS, "torch", *foreign(test_groups()))
-        session.install("--no-compile", "--no-build-isolation", *dependency_groups(PROJECTS[name], "engine"))
+        session.install("--no-compile", *ours)
+        session.install("--no-compile", "--no-build-isolation", *theirs)
+        if alone:
+            session.install("--no-compile", "--no-build-isolation", "--no-deps", *alone)
         session.install("--no-build-isolation", *EDITABLE)
         stamp.write_text(made_from)
     session.run("python", "-m", "pytest", FOLDERS[name] / "tests", "-m", "engine", *session.posargs)

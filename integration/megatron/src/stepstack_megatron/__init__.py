@@ -1,0 +1,1 @@
+"""Norm, clip, loss scale and Adam for Megatron-core optimizers."""
