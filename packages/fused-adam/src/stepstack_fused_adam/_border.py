@@ -12,6 +12,13 @@ from stepstack_fused_adam._run import Run, is_dense, overlaps, same_order
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def name_of(index: int, group: Mapping[str, Any], place: int) -> str:
+    """How an error names a parameter of a group."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][place]!r}"
+    return f"parameter {place} of group {index}"
+
+
 def check_numbers(group: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless torch.optim.AdamW's constructor takes the numbers of a group. Tensors are not read."""
     beta1, beta2 = group["betas"]

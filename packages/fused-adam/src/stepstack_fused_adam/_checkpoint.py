@@ -13,6 +13,9 @@ from stepstack_fused_adam._definition import States, first_moment, narrowed, sec
 from stepstack_fused_adam._run import arithmetic, dense_like, flat, is_dense, local, run_of
 from stepstack_fused_adam._state import NAMES, State, as_held, states_here
 
+# Of a parameter group: how torch would run the step. They say nothing here, and a checkpoint does not change them.
+_TORCH_FLAGS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+
 _OTHER_NAMES = {"master_param": "master_weight"}  # Apex's and Transformer Engine's, and what it is here
 
 
@@ -113,10 +116,16 @@ def steps_in_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def taken_over(live: Any, saved_value: Any) -> Any:
-    """A saved value of a group in the form of the live one: floats stay floats, tensors keep their address."""
+def take_over(group: dict[str, Any], saved_group: Mapping[str, Any]) -> None:
+    """Give a group the options of a saved one. Floats stay floats, tensors keep their address."""
+    for key, value in saved_group.items():
+        if key not in ("params", "step", *_TORCH_FLAGS):
+            group[key] = _taken_over(group.get(key), value)
+
+
+def _taken_over(live: Any, saved_value: Any) -> Any:
     if isinstance(live, tuple) and isinstance(saved_value, tuple | list):
-        return tuple(taken_over(one, other) for one, other in zip(live, saved_value, strict=True))
+        return tuple(_taken_over(one, other) for one, other in zip(live, saved_value, strict=True))
     if isinstance(live, Tensor):
         return live.fill_(float(saved_value))
     if isinstance(live, int | float) and isinstance(saved_value, Tensor):

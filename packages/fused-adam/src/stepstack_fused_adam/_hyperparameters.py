@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._definition import Scalars
 
@@ -83,6 +84,9 @@ def contract(grad_scale: Number | None, found_inf: Number | None) -> tuple[Tenso
 
     Raises ValueError where one has not one element.
     """
+    grad_scale, found_inf = (
+        number.full_tensor() if isinstance(number, DTensor) else number for number in (grad_scale, found_inf)
+    )
     for name, number in (("grad_scale", grad_scale), ("found_inf", found_inf)):
         if isinstance(number, Tensor) and number.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(number.shape)}; it is one number for all parameters")

@@ -1,6 +1,6 @@
 """AdamW as a torch optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._backends import check_backend
-from stepstack_fused_adam._border import check_grad, check_numbers, check_param, check_states
-from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, set_counts, taken_over
+from stepstack_fused_adam._border import check_grad, check_numbers, check_param, check_states, name_of
+from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, set_counts, take_over
 from stepstack_fused_adam._gradients import with_gradients
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
+from stepstack_fused_adam._numbers import Coded, numbers
 from stepstack_fused_adam._plan import Plan
 from stepstack_fused_adam._plans import Plans
 from stepstack_fused_adam._run import Run, local, run_of
 from stepstack_fused_adam._state import Precision, State, count_apart, create, refresh, states_here
 from stepstack_fused_adam._warm_up import compile_ahead
-
-# Of a parameter group: how torch would run the step. They say nothing here, and a checkpoint does not change them.
-_TORCH_FLAGS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -113,7 +110,7 @@ class FusedAdamW(torch.optim.AdamW):
         try:
             check_numbers(group, f"group {len(self.param_groups) - 1}")
             for place, param in enumerate(group["params"]):
-                check_param(local(param.detach()), _name(len(self.param_groups) - 1, group, place))
+                check_param(local(param.detach()), name_of(len(self.param_groups) - 1, group, place))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -126,7 +123,7 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, skip = contract(_whole(getattr(self, "grad_scale", None)), _whole(getattr(self, "found_inf", None)))
+        scale, skip = contract(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for index, group in enumerate(self.param_groups):
             self._step_group(index, Hyperparameters.of(group, scale, skip))
         return loss
@@ -150,6 +147,21 @@ class FusedAdamW(torch.optim.AdamW):
         """
         for param in self._params():
             refresh(param, self.state.get(param, {}))
+
+    @torch.no_grad()
+    def create_states(self, params: Collection[Tensor]) -> None:
+        """Make the states that some parameters lack, as their first step would; change nothing else."""
+        wanted = {id(param) for param in params}
+        for group in self.param_groups:
+            self._create([param for param in group["params"] if id(param) in wanted], group["amsgrad"])
+
+    def numbers(self, param: Tensor) -> dict[str, Tensor | Coded]:
+        """The moments and the master weight of a parameter, in the order of memory, for who saves and loads in pieces.
+
+        Without a copy: flat views where numbers are stored as such, else what reads a stretch of them and writes them
+        all (a master with a "remainder" into the parameter too). Empty where there is no state yet.
+        """
+        return numbers(param, self.state[param]) if self.state.get(param) else {}
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -210,10 +222,7 @@ class FusedAdamW(torch.optim.AdamW):
             raise ValueError(f"the groups have {sizes} parameters, those of the state dict {saved_sizes}")
         loaded = [self._checked(index, group, state_dict["state"]) for index, group in enumerate(saved_groups)]
         for index, saved_group in enumerate(saved_groups):
-            group = self.param_groups[index]
-            for key, value in saved_group.items():
-                if key not in ("params", "step", *_TORCH_FLAGS):
-                    group[key] = taken_over(group.get(key), value)
+            take_over(self.param_groups[index], saved_group)
             self._load_group(index, loaded[index])
         known = set(chain.from_iterable(group["params"] for group in saved_groups))
         self.state.update({key: deepcopy(state) for key, state in state_dict["state"].items() if key not in known})
@@ -247,7 +256,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _members(self, index: int, params: list[Tensor], here: list[Tensor], grads: list[Tensor]) -> list[Run]:
         """The states of the parameters with gradients, new ones if need be; the others keep their step count."""
         group = self.param_groups[index]
-        names = {id(param): _name(index, group, place) for place, param in enumerate(group["params"])}
+        names = {id(param): name_of(index, group, place) for place, param in enumerate(group["params"])}
         for param, param_here, grad in zip(params, here, grads, strict=True):
             check_grad(grad, param_here, names[id(param)])
         self._create(params, group["amsgrad"])
@@ -271,7 +280,7 @@ class FusedAdamW(torch.optim.AdamW):
         group = self.param_groups[index]
         amsgrad = saved_group.get("amsgrad", group["amsgrad"])
         return {
-            place: checked(param, state, amsgrad, saved_group.get("step"), _name(index, group, place))
+            place: checked(param, state, amsgrad, saved_group.get("step"), name_of(index, group, place))
             for place, (param, number) in enumerate(zip(group["params"], saved_group["params"], strict=True))
             if (state := saved_states.get(number))
         }
@@ -285,15 +294,5 @@ class FusedAdamW(torch.optim.AdamW):
         self._create(params, group["amsgrad"])
         for place, saved_state in saved_states.items():
             param = group["params"][place]
-            copy_in(param, self.state[param], saved_state, _name(index, group, place))
+            copy_in(param, self.state[param], saved_state, name_of(index, group, place))
         set_counts([self.state[param] for param in params], [float(state["step"]) for state in saved_states.values()])
-
-
-def _name(index: int, group: dict[str, Any], place: int) -> str:
-    if "param_names" in group:
-        return f"parameter {group['param_names'][place]!r}"
-    return f"parameter {place} of group {index}"
-
-
-def _whole(number: Any) -> Any:
-    return number.full_tensor() if isinstance(number, DTensor) else number
