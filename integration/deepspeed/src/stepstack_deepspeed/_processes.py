@@ -1,0 +1,55 @@
+"""Which device this process has, and how it finds the others."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+
+def join(*, required: bool | None) -> torch.device:
+    """Join the default process group, unless that was done, and give this process's device.
+
+    `required=False` joins nothing. Under a launcher, such as torchrun, the group is the one that its environment
+    variables describe; without one it is this process alone.
+    """
+    device = _device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    if dist.is_initialized() or required is False:
+        return device
+    backend = "gloo"
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return device
+
+
+def ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def this_rank() -> int:
+    """The number of this process among them."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def broadcast_(tensor: Tensor) -> None:
+    """Give all of them what the first one has."""
+    if ranks() > 1:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+def _device() -> torch.device:
+    """The accelerator that LOCAL_RANK names, or the CPU where there is none, or where DS_ACCELERATOR says so."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    index = int(os.environ.get("LOCAL_RANK", this_rank() % torch.accelerator.device_count()))
+    return torch.device(accelerator.type, index)

@@ -1,0 +1,135 @@
+"""Objects of a JSON config that know what was read of them, so that nothing in a config goes unnoticed."""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+class Section:
+    """One object of a config. Who reads a key checks its value; `finish` then says what nobody has read.
+
+    A key is read by its kind (`flag`, `number`, `whole`, `choice`, `section`), or it is known and has no effect here
+    (`without_effect`), or it is known and can't be had here (`refuse`). Raises ValueError, with the key's full name.
+    """
+
+    def __init__(self, values: Any, path: str = "") -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{path or 'the config'} must be an object with keys and values, got {values!r}")
+        self._values, self._path = dict(values), path
+        self._known: set[str] = set()
+        self._sections: list[Section] = []
+        self._idle: list[str] = []
+
+    def name(self, key: str) -> str:
+        """The key as errors say it: with the keys of the objects that it is in."""
+        return f"{self._path}.{key}" if self._path else key
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def section(self, key: str) -> "Section":
+        """The object under a key; an empty one where there is none."""
+        self._known.add(key)
+        given = self._values.get(key)
+        section = Section({} if given is None else given, self.name(key))
+        self._sections.append(section)
+        return section
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.value(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.name(key)} must be true or false, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float, *, at_least: float = -math.inf, at_most: float = math.inf) -> float:
+        """A finite number in a range."""
+        value = self.value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{self.name(key)} must be a number, got {value!r}")
+        if not at_least <= value <= at_most:
+            raise ValueError(f"{self.name(key)} must be {_range(at_least, at_most)}, got {value!r}")
+        return value
+
+    def whole(self, key: str, default: int | None, *, at_least: int = 1) -> int | None:
+        """A whole number, which may be written as 5e8; None where there is none and no default."""
+        value = self.value(key, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < at_least:
+            raise ValueError(f"{self.name(key)} must be a whole number, {at_least} or more, got {value!r}")
+        return int(value)
+
+    def choice(self, key: str, default: str | None, choices: Sequence[Any]) -> Any:
+        """One of a few values."""
+        value = self.value(key, default)
+        if value is not default and value not in choices:
+            raise ValueError(f"{self.name(key)} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        return value
+
+    def value(self, key: str, default: Any) -> Any:
+        """Whatever is there; the default where there is nothing, or null."""
+        self._known.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def rest(self) -> dict[str, Any]:
+        """All that was not read, for a callee who checks it."""
+        rest = {key: value for key, value in self._values.items() if key not in self._known}
+        self._known |= rest.keys()
+        return rest
+
+    def without_effect(self, *keys: str, as_here: Sequence[Any] = ()) -> None:
+        """Keys that change nothing here: noted for the one warning, unless they say what is so anyway."""
+        self._known.update(keys)
+        self._idle += [key for key in keys if not _one_of(self._values.get(key), (None, *as_here))]
+
+    def refuse(self, key: str, because: str, *, unless: Sequence[Any] = (False,)) -> None:
+        """A key that can't be had here, and the reason; the values in `unless`, and null, ask for nothing."""
+        self._known.add(key)
+        value = self._values.get(key)
+        if not _one_of(value, (None, *unless)):
+            raise ValueError(f"{self.name(key)} is {value!r}: {because}")
+
+    def refuse_enabled(self, *keys: str, because: str) -> None:
+        """Likewise, for objects with an "enabled" of their own."""
+        for key in keys:
+            self._known.add(key)
+            value = self._values.get(key)
+            if isinstance(value, Mapping) and value.get("enabled", True):
+                raise ValueError(f"{self.name(key)} is enabled: {because}")
+
+    def finish(self) -> list[str]:
+        """The keys that are known and have no effect. ValueError with all keys that nobody knows."""
+        unknown = list(self._unknown())
+        if unknown:
+            one = len(unknown) == 1
+            raise ValueError(
+                f"the config has {'a key' if one else 'keys'} that this engine does not know: {', '.join(unknown)}. "
+                "Correct the name, or remove what you don't need"
+            )
+        return list(self._without_effect())
+
+    def _unknown(self) -> Iterator[str]:
+        for key in [key for key in self._values if key not in self._known]:
+            near = difflib.get_close_matches(key, sorted(self._known), n=1, cutoff=0.7)
+            yield f"{self.name(key)!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+        for section in self._sections:
+            yield from section._unknown()
+
+    def _without_effect(self) -> Iterator[str]:
+        yield from map(self.name, self._idle)
+        for section in self._sections:
+            yield from section._without_effect()
+
+
+def _one_of(value: Any, values: Sequence[Any]) -> bool:
+    """Whether it is among them; 1 is not true, and 0 is not false."""
+    return any(type(value) is type(one) and value == one for one in values)
+
+
+def _range(at_least: float, at_most: float) -> str:
+    if at_most == math.inf:
+        return f"{at_least:g} or more"
+    return f"in [{at_least:g}, {at_most:g}]"
