@@ -25,13 +25,13 @@ LARGEST_TENSOR = 65_536
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def to_text(value: Any, name: str) -> str:
-    """`value` as JSON, by the name that an error calls it by.
+def to_text(values: dict[str, Any]) -> str:
+    """Named values as JSON.
 
-    It may consist of None, bool, int, float, str, list, tuple, dict, Counter, torch.dtype and small tensors of real
-    numbers, which come back on the CPU. TypeError or ValueError names the part that is something else.
+    They may consist of None, bool, int, float, str, list, tuple, dict, Counter, torch.dtype and small tensors of real
+    numbers, which come back on the CPU. TypeError or ValueError says, by name, what is something else.
     """
-    return json.dumps(_encoded(value, name), allow_nan=False, indent=1)
+    return json.dumps({name: _encoded(value, name) for name, value in values.items()}, allow_nan=False, indent=1)
 
 
 def from_text(text: str) -> Any:

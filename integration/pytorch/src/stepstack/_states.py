@@ -1,0 +1,225 @@
+"""A model's and an optimizer's states as flat dicts of what their names are, out of the objects and into them.
+
+Keys are torch's: `blocks.0.weight` of a model, `state.blocks.0.weight.exp_avg` and `param_groups.blocks.0.weight.lr` of
+an optimizer. Tensors and other values are apart.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from stepstack._storage import Entry
+from stepstack._values import to_text
+from stepstack_fused_adam import FusedAdamW
+
+MASTER = "master_weight"  # in place of which, where an optimizer had none, the weight of the model is offered
+_HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # which is the reader's affair
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
+
+
+class Kept(NamedTuple):
+    """What is kept of an object, by name: tensors, of which other ranks may have other parts, and other values."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+class Part(Protocol):
+    """One of the objects that a checkpoint is of."""
+
+    def kept(self) -> Kept:
+        """What to write."""
+
+    def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors to read into, by their names in the checkpoint. ValueError where that doesn't fit."""
+
+    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Be what has been read."""
+
+
+class ModelPart:
+    """Parameters, persistent buffers and extra states. DTensors are kept by shards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise TypeError("the model is of FullyShardedDataParallel, which flattens its parameters: use fully_shard")
+        self._model = unwrapped(model)
+        state = get_model_state_dict(self._model)
+        self._tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+    def kept(self) -> Kept:
+        return Kept(self._tensors, self._values)
+
+    def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
+        compare_names("model", {*self._tensors, *self._values}, {*entries, *values})
+        for name, tensor in self._tensors.items():
+            if name not in entries:
+                raise ValueError(f"{name!r} is a tensor of the model, and none in the checkpoint")
+            check_fits(f"{name!r} of the model", tensor, entries[name])
+        return self._tensors
+
+    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        set_model_state_dict(self._model, {**tensors, **values})
+
+
+class OptimizerPart:
+    """Any of torch's optimizers, of parameters that are whole or DTensors."""
+
+    def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+        # By its name: importing it, which few programs do, takes long and warns.
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise TypeError(
+                "the optimizer is a ZeroRedundancyOptimizer, whose ranks have different states under the same names: "
+                "use ShardedOptimizer"
+            )
+        self._optimizer = optimizer
+        self._params: dict[str, Tensor] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if param not in names:
+                    raise ValueError(
+                        f"parameter {place} of the optimizer's group {number}, of shape {tuple(param.shape)}, is not "
+                        "in the model"
+                    )
+                self._params[names[param]] = param
+        self._names = {param: name for name, param in self._params.items()}
+
+    def kept(self) -> Kept:
+        state_dict = self._optimizer.state_dict()
+        kept = Kept({}, {})
+        for name, state in zip(self._params, self._in_order(state_dict), strict=True):
+            for key, value in state.items():
+                self._check_whole(name, key, value)
+                (kept.tensors if isinstance(value, Tensor) else kept.values)[f"state.{name}.{key}"] = value
+        for group, saved in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
+            options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            for param in group["params"]:
+                kept.values.update({f"param_groups.{self._names[param]}.{key}": options[key] for key in options})
+        return kept
+
+    def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
+        compare_names("optimizer", {*self._params}, owners("param_groups", values))
+        compare_names("optimizer's states", {*self._params}, owners("state", [*entries, *values]), missing=False)
+        self._groups(values)
+        split = {key: _split("state", key) for key in entries}
+        trained = {name for name, state in split.values() if state != MASTER}
+        return {
+            key: self._like(name, state, entries[key])
+            for key, (name, state) in split.items()
+            if state != MASTER or (name in trained and self._may_have_master(name))
+        }
+
+    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        number_of = {name: number for number, name in enumerate(self._params)}
+        states: dict[int, dict[str, Any]] = {}
+        for key, value in {**values, **tensors}.items():
+            if key.startswith("state."):
+                name, state = _split("state", key)
+                states.setdefault(number_of[name], {})[state] = value
+        groups = [
+            {**group, **options, "params": [number_of[self._names[param]] for param in group["params"]]}
+            for group, options in zip(self._optimizer.param_groups, self._groups(values), strict=True)
+        ]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def _in_order(self, state_dict: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        return [state_dict["state"].get(number, {}) for number in numbers]
+
+    def _check_whole(self, name: str, key: str, value: Any) -> None:
+        param = self._params[name]
+        cut = isinstance(param, DTensor) and any(placement != Replicate() for placement in param.placements)
+        if cut and isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor):
+            raise TypeError(
+                f"{key!r} of {name!r} is a plain tensor of shape {tuple(value.shape)}, though the parameter is spread "
+                "over ranks: nothing says which part of what it is"
+            )
+
+    def _may_have_master(self, name: str) -> bool:
+        return isinstance(self._optimizer, FusedAdamW) and self._params[name].itemsize < 4
+
+    def _like(self, name: str, key: str, entry: Entry) -> Tensor:
+        param = self._params[name]
+        if key != "step" and entry.shape == param.shape:
+            return torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
+        return torch.empty(entry.shape, dtype=entry.dtype)  # load_state_dict brings it to its device
+
+    def _groups(self, values: dict[str, Any]) -> list[dict[str, Any]]:
+        """The options of each group. ValueError where parameters of one group have different ones."""
+        options: dict[str, dict[str, Any]] = {name: {} for name in self._params}
+        for key, value in values.items():
+            if key.startswith("param_groups."):
+                name, option = _split("param_groups", key)
+                if option not in _HOW_TO_RUN:
+                    options[name][option] = value
+        groups = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            names = [self._names[param] for param in group["params"]]
+            for name in names[1:]:
+                if to_text(options[name]) != to_text(options[names[0]]):
+                    raise ValueError(
+                        f"{names[0]!r} and {name!r} are in group {number} of the optimizer, but have different options "
+                        f"in the checkpoint: {options[names[0]]} and {options[name]}"
+                    )
+            groups.append(options[names[0]] if names else {})
+        return groups
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is inside of torch.compile and DistributedDataParallel."""
+    while inner := (model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")):
+        model = inner
+    return model
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The name of each parameter, without those of wrappers."""
+    return {param: without_wrappers(name) for name, param in unwrapped(model).named_parameters()}
+
+
+def without_wrappers(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def owners(kind: str, keys: Iterable[str]) -> set[str]:
+    """The parameters that keys such as `state.weight.step` are of."""
+    return {_split(kind, key)[0] for key in keys if key.startswith(f"{kind}.")}
+
+
+def compare_names(what: str, here: set[str], there: set[str], *, missing: bool = True) -> None:
+    """ValueError where the checkpoint has something too many, or too few."""
+    differences = []
+    if missing and here - there:
+        differences.append(f"the {what} has {_listed(here - there)}, which the checkpoint lacks")
+    if there - here:
+        differences.append(f"the checkpoint has {_listed(there - here)}, which the {what} lacks")
+    if differences:
+        raise ValueError("; ".join(differences))
+
+
+def check_fits(what: str, tensor: Tensor, entry: Entry) -> None:
+    if tensor.shape != entry.shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, in the checkpoint {tuple(entry.shape)}")
+    if tensor.dtype != entry.dtype and not (tensor.is_floating_point() and entry.dtype.is_floating_point):
+        raise ValueError(f"{what} is of {tensor.dtype}, in the checkpoint of {entry.dtype}")
+
+
+def _split(kind: str, key: str) -> tuple[str, str]:
+    """`state.blocks.0.weight.step` is `step` of `blocks.0.weight`."""
+    name, _, last = key.removeprefix(f"{kind}.").rpartition(".")
+    return name, last
+
+
+def _listed(names: set[str], most: int = 5) -> str:
+    listed = ", ".join(map(repr, sorted(names)[:most]))
+    return listed + f" and {len(names) - most} more" * (len(names) > most)

@@ -1,0 +1,202 @@
+"""torch.distributed.checkpoint's files, written for good and with checksums, read without running what they say."""
+
+import io
+import os
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from stepstack._folder import METADATA, Marker, Record, read
+from stepstack._ranks import CheckpointError, Ranks, words_of
+
+# What the metadata consists of. None of these does anything but hold what it is given.
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    (f"{_DCP}.metadata", "BytesStorageMetadata"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.metadata", "StorageMeta"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}
+
+
+class Entry(NamedTuple):
+    """What a checkpoint says of a tensor that it has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def write_tensors(
+    folder: Path, tensors: dict[str, dict[str, Tensor]], ranks: Ranks, copied: Callable[[], None] | None = None
+) -> dict[str, Record]:
+    """Write what ranks have of tensors, each its share; the files that this one has written.
+
+    With `copied`, what this rank is to write is copied to the CPU first, and `copied` is called: from then on the
+    tensors may change.
+    """
+    writer = _Writer(folder)
+    planner = DefaultSavePlanner() if copied is None else _CopyingPlanner(copied)
+    with _in_our_words(ranks):
+        save(tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
+    return writer.files.written
+
+
+def read_metadata(checkpoint: Path, marker: Marker) -> Metadata:
+    """Which tensors there are, and where. ValueError where that is not what was written, or anything but that."""
+    path = checkpoint / METADATA
+    try:
+        metadata = _Unpickler(io.BytesIO(read(path, marker.files[METADATA]))).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is not the metadata of a checkpoint: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} is not the metadata of a checkpoint, but a {type(metadata).__name__}")
+    for info in metadata.storage_data.values():
+        if info.relative_path not in marker.files:
+            raise ValueError(f"{path} leads to {info.relative_path!r}, which is not a part of the checkpoint")
+    return metadata
+
+
+def entries_of(metadata: Metadata) -> dict[str, Entry]:
+    """The tensors that a checkpoint has."""
+    return {
+        name: Entry(entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(
+    checkpoint: Path, metadata: Metadata, tensors: dict[str, Tensor], sources: dict[str, str], ranks: Ranks
+) -> None:
+    """Fill tensors, each from what `sources` says it is called in the checkpoint. Shapes are the same."""
+    entries = {name: metadata.state_dict_metadata[sources[name]] for name in tensors}
+    places = {
+        MetadataIndex(name, chunk.offsets): metadata.storage_data[MetadataIndex(sources[name], chunk.offsets)]
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+    reader = _Reader(checkpoint, Metadata(entries, storage_data=places))
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    with _in_our_words(ranks):
+        load(tensors, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
+
+
+class _Writer(FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=False)  # that would come before the last bytes; `_Files` does it
+        self.fs = self.files = _Files()
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # without the folder, whose name does not stay
+
+
+class _Files(FileSystem):
+    """Files that are on the disk once they are closed, and are known by their checksums."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Record] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        summed = _Summed(path, mode)
+        with io.BufferedWriter(summed) as stream:
+            yield stream
+        self.written[Path(path).name] = Record(summed.size, summed.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Summed(io.FileIO):
+    """A file that sums up what goes through it, and is on the disk when it is closed."""
+
+    size = crc32 = 0
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.size, self.crc32 = self.size + count, zlib.crc32(memoryview(data).cast("B")[:count], self.crc32)
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.fsync(self.fileno())
+        super().close()
+
+
+class _CopyingPlanner(DefaultSavePlanner):
+    """Copies what this rank is to write as soon as that has been agreed on."""
+
+    def __init__(self, copied: Callable[[], None]) -> None:
+        super().__init__()
+        self._copied = copied
+        self._copies: dict[MetadataIndex, Tensor] = {}
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        for item in plan.items:
+            tensor = super().resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            self._copies[item.index] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+        self.state_dict = {}
+        self._copied()
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._copies.pop(write_item.index)
+
+
+class _Reader(FileSystemReader):
+    """Reads by metadata that have been read and checked already."""
+
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        super().__init__(checkpoint)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._metadata.storage_meta = StorageMeta()
+        return self._metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what is allowed; at anything else it stops, before that is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it wants {module}.{name}, which is not allowed there")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def _in_our_words(ranks: Ranks) -> Iterator[None]:
+    with warnings.catch_warnings():
+        if ranks.alone:  # which is nothing to be warned of
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            failed = {rank: str(words_of(raised)) for rank, (raised, _) in error.failures.items()}
+            raise CheckpointError(ranks.said(failed)) from error
