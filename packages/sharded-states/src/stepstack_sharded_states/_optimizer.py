@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
+from stepstack_sharded_states._checkpoint import Checkpoint, agree, checkpoint_of
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import agreed, copy_options, flag_of, step_told, step_untold, wait_for_offloaded
@@ -267,8 +268,35 @@ class ShardedOptimizer(Optimizer):
         self._show_states()
         copy_options(self._inner.param_groups, self.param_groups)
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part for torch.distributed.checkpoint: `save`, `async_save`, and `load`, which fills it in place.
+
+        By parameter name, in logical shape: keys are those of torch's flattened optimizer states. Makes no states.
+        """
+        return self._checkpoint().state_dict()
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `sharded_state_dict()` that `torch.distributed.checkpoint.load` has filled, after the model's.
+
+        Every rank of the mesh calls this. Raises ValueError on all of them where one can't take it.
+        """
+        checkpoint = checkpoint_of(state_dict) or self._checkpoint()
+        agree(checkpoint.problem(state_dict), self._distribution.ranks, self._backward.buckets[0].params.device)
+        self._gather.finish()
+        checkpoint.install(state_dict)
+        for bucket in self._backward.buckets:
+            bucket.after_step()
+        self._gather.start(reversed(self._backward.buckets))
+        copy_options(self.param_groups, self._inner.param_groups)
+        self.state.clear()
+        self._show_states()
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._groups, self._backward.buckets, self._inner, self.param_groups, lambda: None)
 
     def _show_states(self) -> None:
         """`state`, as in any optimizer, by what is in `param_groups`: here, this rank's pieces of the states."""

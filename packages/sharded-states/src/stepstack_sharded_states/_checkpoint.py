@@ -1,0 +1,211 @@
+"""The states of a sharded optimizer by parameter, in logical shape: for torch.distributed.checkpoint.
+
+Keys are torch's, of a flattened optimizer state: `state.<parameter>.<state>` and `param_groups.<parameter>.<option>`.
+A master weight is one more state, `master_weight`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from stepstack_sharded_states._boxes import Box, boxes
+from stepstack_sharded_states._bucket import Bucket
+from stepstack_sharded_states._chunks import Chunks, Holding
+from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._named import MASTER, Named, NumberOfPiece, PieceItself, TensorOfPiece
+from stepstack_sharded_states._options import difference, shown, take_over
+from stepstack_sharded_states._params import Group
+from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, tensors_of
+
+_LEAST_BOX = 2**16  # elements
+_ADVICE = "(not known before its first step: load with planner=stepstack_sharded_states.ShardedLoadPlanner())"
+
+
+class Checkpoint:
+    """One look at an optimizer, for one save or one load: `state_dict()` to be saved, or to be filled and installed."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        buckets: Sequence[Bucket],
+        inner: Optimizer,
+        options: Sequence[dict[str, Any]],
+        check: Callable[[], None],
+    ) -> None:
+        self.inner, self._groups, self._options, self._check = inner, groups, options, check
+        check_names(groups)
+        self.frozen = {name for group in groups for name, _ in group.frozen}
+        self.named: dict[str, Named] = {}
+        self.unforeseen: list[str] = []
+        """Parameters of which nobody knows what states they will have."""
+        self._most = _box_sizes(buckets)
+        self._foresight: dict[Any, Any] = {}
+        home = {member: bucket for bucket in buckets for member in bucket.members}
+        for number, group in enumerate(groups):
+            for member in group.members:
+                named = self.named[member.name] = Named(member, home[member], inner)
+                if member.param.numel():
+                    self._find_states(named, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat: tensors as `Chunks`, Python's numbers and options as they are."""
+        entries: dict[str, Any] = {}
+        for name, named in self.named.items():
+            entries |= {f"state.{name}.{state}": self.tensor(named, state) for state in named.tensors}
+            for state, like in named.numbers.items():
+                if isinstance(like, Tensor):
+                    entries[f"state.{name}.{state}"] = self.number(named, state, like.dtype)
+                elif named.piece is not None:
+                    entries[f"state.{name}.{state}"] = scalars_of(self.inner, named.piece).get(state, like)
+        for group, options in zip(self._groups, self._options, strict=True):
+            values = shown(options)
+            for name in _names(group):
+                entries |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
+        return entries
+        if self.unforeseen:  # nothing is saved under this name, and nobody finds it in a checkpoint
+            entries[f"state.{self.unforeseen[0]}.{_ADVICE}"] = self.tensor(self.named[self.unforeseen[0]], _ADVICE)
+        return entries
+
+    def tensor(self, named: Named, state: str, dtype: torch.dtype | None = None) -> Chunks:
+        """A state with as many elements as its parameter, of which this rank has its piece.
+
+        One that is not known yet has a place as soon as something is loaded, in the dtype of the piece.
+        """
+        member = named.member
+        if state not in named.tensors:
+            named.tensors[state] = TensorOfPiece(named, state, dtype or member.shard.dtype, self._create)
+        first, last = (min(end, member.param.numel()) for end in member.interval)
+        found = boxes((first, last), member.param.shape, member.stride, self._most[named.bucket.ranks])
+        place = named.tensors[state]
+        return Chunks(
+            Holding(member.param.shape, member.stride, found, place, self._check, (self, named, state)), place.dtype
+        )
+
+    def number(self, named: Named, state: str, dtype: torch.dtype) -> Chunks:
+        """A state that is one number, which every rank with a piece has."""
+        found = [] if named.piece is None else [Box((), (), 0, 1)]
+        place, origin = NumberOfPiece(named, state, dtype), (self, named, state)
+        return Chunks(Holding((), (), found, place, self._check, origin), dtype)
+
+    def problem(self, entries: Mapping[str, Any]) -> str | None:
+        """Why what has been loaded can't be installed, in words."""
+        for name, named in self.named.items():
+            for state, like in named.numbers.items():
+                if not isinstance(like, Tensor) and f"state.{name}.{state}" in entries:
+                    named.loaded.setdefault(state, entries[f"state.{name}.{state}"])
+        missing = [f"{state} of {name!r}" for name, named in self.named.items() for state in named.missing()]
+        if missing:
+            return (
+                f"{len(missing)} states have not been loaded, {missing[0]} for one: fill the whole of what "
+                "sharded_state_dict() gives with torch.distributed.checkpoint.load, then hand it over"
+            )
+        for group, options in zip(self._groups, self._options, strict=True):
+            names = [member.name for member in group.members]
+            unlike = difference((name, self._loaded_options(name, options, entries)) for name in names)
+            if unlike is not None:
+                return unlike
+        return None
+
+    @torch.no_grad()
+    def install(self, entries: Mapping[str, Any]) -> None:
+        """What has been loaded takes effect on this rank."""
+        numbers: dict[str, list[tuple[Parameter, Any, Any]]] = {}
+        for named in self.named.values():
+            named.install()
+            if named.piece is not None and not named.absent:
+                for state, value in named.loaded.items():
+                    numbers.setdefault(state, []).append((named.piece, value, named.numbers.get(state, value)))
+        for state, values in numbers.items():
+            set_numbers(self.inner, state, values)
+        for group, options in zip(self._groups, self._options, strict=True):
+            for member in group.members[:1]:
+                take_over(options, self._loaded_options(member.name, options, entries))
+
+    def _loaded_options(self, name: str, ours: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+        keys = {option: f"param_groups.{name}.{option}" for option in ours}
+        given = {option: entries[key] for option, key in keys.items() if key in entries}
+        return given | self.named[name].options
+
+    def _find_states(self, named: Named, group: int) -> None:
+        member = named.member
+        if member.shard.dtype != member.param.dtype:
+            named.tensors[MASTER] = PieceItself(named, MASTER, member.shard.dtype, self._create)
+        tensors: dict[str, Any] = {}
+        if named.piece is not None:
+            tensors, named.numbers = tensors_of(self.inner, named.piece), scalars_of(self.inner, named.piece)
+        if not tensors and not named.numbers:
+            kind = (group, member.shard.dtype, member.shard.device)
+            if kind not in self._foresight:
+                self._foresight[kind] = foreseen(self.inner, self._options[group], member.shard)
+            if self._foresight[kind] is None:
+                self.unforeseen.append(member.name)
+                return
+            tensors, named.numbers = self._foresight[kind]
+        for state, there in tensors.items():
+            named.tensors[state] = TensorOfPiece(named, state, there.dtype, self._create)
+
+    def _create(self) -> None:
+        """Make states that are about to be loaded, all at once, where the optimizer can."""
+        if hasattr(self.inner, "create_states"):
+            coming = [named.piece for named in self.named.values() if named.piece is not None and not named.absent]
+            self.inner.create_states(coming)
+
+
+def check_names(groups: Sequence[Group]) -> None:
+    """Raise ValueError unless each parameter has a name of its own."""
+    seen: set[str] = set()
+    for group in groups:
+        for name in _names(group):
+            if not group.named:
+                raise ValueError(
+                    f"{this_rank()}: a checkpoint knows parameters by name, and parameter {name} has none: make the "
+                    "optimizer with ShardedOptimizer(model.named_parameters(), …), or with (name, parameter) in groups"
+                )
+            if name in seen:
+                raise ValueError(
+                    f"{this_rank()}: two parameters are named {name!r}, a checkpoint can't tell them apart"
+                )
+            seen.add(name)
+
+
+def checkpoint_of(entries: Mapping[str, Any]) -> Checkpoint | None:
+    """The one that a state dict is from, if it is still what `state_dict()` gave."""
+    for value in entries.values():
+        if isinstance(value, Chunks) and value.holding.origin is not None:
+            checkpoint: Checkpoint = value.holding.origin[0]
+            return checkpoint
+    return None
+
+
+def agree(problem: str | None, meshes: Collection[Ranks], device: torch.device) -> None:
+    """Raise ValueError on every rank of the meshes where one of them has a problem. They all call this."""
+    failed = torch.tensor(float(problem is not None), device=device)
+    for ranks in meshes:
+        ranks.all_reduce_max(failed)
+    if not failed:  # waits, once for a load
+        return
+    said = problem and f"{this_rank()}: {problem}"
+    for ranks in meshes:
+        for group in ranks.mesh.get_all_groups() if ranks.mesh is not None else []:
+            texts: list[str | None] = [None] * group.size()
+            dist.all_gather_object(texts, said, group=group)
+            said = next((text for text in texts if text), None)
+    raise ValueError(said)
+
+
+def _names(group: Group) -> list[str]:
+    return [name for name, _ in group.params + group.frozen]
+
+
+def _box_sizes(buckets: Sequence[Bucket]) -> dict[Ranks, int]:
+    """How large a box may be, in elements: a sixteenth of a rank's part, since writing one takes a copy of it."""
+    numel: Counter[Ranks] = Counter()
+    for bucket in buckets:
+        numel[bucket.ranks] += bucket.param_slice.numel()
+    return {ranks: max(_LEAST_BOX, total // 16) for ranks, total in numel.items()}
