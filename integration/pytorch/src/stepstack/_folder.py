@@ -161,6 +161,15 @@ def check_names(checkpoint: Path, marker: Marker) -> None:
         raise ValueError(f"{checkpoint / foreign[0]} is not a part of the checkpoint")
 
 
+def verify(checkpoint: Path) -> Marker:
+    """Look at every byte. ValueError where something is not what was written."""
+    marker = read_marker(checkpoint)
+    check_names(checkpoint, marker)
+    for name, record in marker.files.items():
+        check(checkpoint / name, record)
+    return marker
+
+
 def check(path: Path, record: Record) -> None:
     """ValueError where a file is not what was written."""
     size, crc32 = 0, 0
