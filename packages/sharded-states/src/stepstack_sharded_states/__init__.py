@@ -2,5 +2,6 @@
 
 from stepstack_sharded_states._mesh import within_node_mesh
 from stepstack_sharded_states._optimizer import ShardedOptimizer
+from stepstack_sharded_states._planner import ShardedLoadPlanner
 
-__all__ = ["ShardedOptimizer", "within_node_mesh"]
+__all__ = ["ShardedLoadPlanner", "ShardedOptimizer", "within_node_mesh"]

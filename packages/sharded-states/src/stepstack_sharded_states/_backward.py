@@ -25,6 +25,7 @@ class Backward:
         self._launched = 0
         self._end: weakref.ref[Callable[[], None]] | None = None  # what the engine calls at the end of this backward
         self._stepped = False
+        self._newest: Member | None = None  # whose gradient came last, if no step has used it
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
         """Take these buckets' gradients from now on; they are launched after those followed before."""
@@ -45,7 +46,7 @@ class Backward:
                             "taken into a bucket: from DistributedDataParallel around the model, which isn't needed "
                             "and averages nothing, or by hand, before which zero_grad() of the optimizer is needed"
                         )
-                    bucket.receive(member)
+                    self._take(bucket, member)
         waiting = any(bucket.gradients.set_aside for bucket in self.buckets)
         if waiting or any(member.unreduced for bucket in self.buckets for member in bucket.members):
             self._reduce()
@@ -53,11 +54,19 @@ class Backward:
     def zero_grad(self, set_to_none: bool) -> None:
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none)
-        self._launched, self._end, self._stepped = 0, None, False
+        self._launched, self._end, self._stepped, self._newest = 0, None, False, None
 
     def stepped(self) -> None:
         """A step has used the gradients: they can still be looked at, the next one to arrive starts afresh."""
-        self._stepped = True
+        self._stepped, self._newest = True, None
+
+    def check_used(self) -> None:
+        """Raise RuntimeError if gradients wait for a step: whoever saves states now would lose them."""
+        if self._newest is not None:
+            raise RuntimeError(
+                f"{this_rank()}: parameter {self._newest.name!r} has a gradient that no step has used, and checkpoints "
+                "hold none: save after step(), or give the gradients up with zero_grad() of the optimizer"
+            )
 
     def _hook(self, bucket: Bucket) -> None:
         for member in bucket.members:
@@ -86,11 +95,15 @@ class Backward:
                 "was reduced, so part of it would be lost. Something inside this backward runs a backward of its own "
                 "(a re-entrant activation checkpoint does): use use_reentrant=False, or run it under no_sync()"
             )
-        bucket.receive(member)
+        self._take(bucket, member)
         if self.synchronising or bucket.gradients.reduces_always:
             self._follow_to_its_end()
             bucket.arrived.add(member)
             self._launch_full()
+
+    def _take(self, bucket: Bucket, member: Member) -> None:
+        bucket.receive(member)
+        self._newest = member
 
     def _check_last_backward(self) -> None:
         if self._end is not None and self._end() is None:  # the engine has dropped it without a call

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._gradients import Gradients, Reduction
 from stepstack_sharded_states._layout import BucketLayout, dense_stride
-from stepstack_sharded_states._mesh import Pending, Ranks
+from stepstack_sharded_states._mesh import Ranks
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from stepstack_sharded_states._params import Group
 from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, tensors_of
 
 _LEAST_BOX = 2**16  # elements
-_ADVICE = "(not known before its first step: load with planner=stepstack_sharded_states.ShardedLoadPlanner())"
+ADVICE = "(not known before its first step: load with planner=stepstack_sharded_states.ShardedLoadPlanner())"
 
 
 class Checkpoint:
@@ -69,7 +69,7 @@ class Checkpoint:
                 entries |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
         return entries
         if self.unforeseen:  # nothing is saved under this name, and nobody finds it in a checkpoint
-            entries[f"state.{self.unforeseen[0]}.{_ADVICE}"] = self.tensor(self.named[self.unforeseen[0]], _ADVICE)
+            entries[f"state.{self.unforeseen[0]}.{ADVICE}"] = self.tensor(self.named[self.unforeseen[0]], ADVICE)
         return entries
 
     def tensor(self, named: Named, state: str, dtype: torch.dtype | None = None) -> Chunks:

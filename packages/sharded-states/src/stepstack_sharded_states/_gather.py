@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from stepstack_sharded_states._bucket import Bucket
-from stepstack_sharded_states._mesh import Pending, this_rank
+from stepstack_sharded_states._collectives import Pending
+from stepstack_sharded_states._mesh import this_rank
 
 
 class Gather:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._layout import BLOCK
-from stepstack_sharded_states._mesh import Pending, Ranks
+from stepstack_sharded_states._mesh import Ranks
 
 if TYPE_CHECKING:
     from stepstack_sharded_states._bucket import Member

@@ -12,9 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-# torch 2.13 deprecates the older names of these two.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+from stepstack_sharded_states._collectives import Pending, all_gather, reduce_scatter
 
 
 def within_node_mesh(process_group: ProcessGroup | None = None, size: int | None = None) -> DeviceMesh:
@@ -90,23 +88,23 @@ class Ranks:
     def size(self) -> int:
         return self.shards * self.replicas
 
-    def reduce_scatter(self, flat: Tensor, mine: Tensor, op: dist.ReduceOp.RedOpType) -> "Pending":
+    def reduce_scatter(self, flat: Tensor, mine: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         """Start to leave in `mine`, this rank's slice of `flat`, the sum or mean over the shard axis."""
         if self.shards == 1:
-            return Pending(None)
-        return Pending(_reduce_scatter(mine, flat, op=op, group=self._shard_group, async_op=True))
+            return Pending()
+        return reduce_scatter(flat, mine, op, self._shard_group)
 
-    def all_reduce(self, shard: Tensor, op: dist.ReduceOp.RedOpType) -> "Pending":
+    def all_reduce(self, shard: Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
         """Start to leave in `shard` the sum or mean over the replicate axis."""
         if self.replicas == 1:
-            return Pending(None)
-        return Pending(dist.all_reduce(shard, op=op, group=self._replicate_group, async_op=True))
+            return Pending()
+        return Pending([dist.all_reduce(shard, op=op, group=self._replicate_group, async_op=True)])
 
-    def all_gather(self, flat: Tensor, mine: Tensor) -> "Pending":
+    def all_gather(self, flat: Tensor, mine: Tensor) -> Pending:
         """Start to fill `flat` with the slices of the ranks of the shard axis."""
         if self.shards == 1:
-            return Pending(None)
-        return Pending(_all_gather(flat, mine, group=self._shard_group, async_op=True))
+            return Pending()
+        return all_gather(flat, mine, self._shard_group)
 
     def broadcast(self, flat: Tensor) -> None:
         """Give every rank of the mesh what its first rank has."""
@@ -136,19 +134,6 @@ class Ranks:
         """Leave in `value` the maximum over the mesh."""
         for group in self._axes:
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-
-
-class Pending:
-    """A collective under way, or None where there was none to start."""
-
-    def __init__(self, work: dist.Work | None) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Make what follows (on the device's stream, or here) see the result. A second wait does nothing."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
 
 
 def this_rank() -> str:

@@ -296,7 +296,9 @@ class ShardedOptimizer(Optimizer):
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(self._groups, self._backward.buckets, self._inner, self.param_groups, lambda: None)
+        return Checkpoint(
+            self._groups, self._backward.buckets, self._inner, self.param_groups, self._backward.check_used
+        )
 
     def _show_states(self) -> None:
         """`state`, as in any optimizer, by what is in `param_groups`: here, this rank's pieces of the states."""
