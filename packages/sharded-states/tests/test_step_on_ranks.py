@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepstack_sharded_states import ShardedOptimizer, within_node_mesh
 from stepstack_testing import HostSyncs, Operations, on_ranks
@@ -95,24 +95,40 @@ def test_torch_scaler_and_torch_clip_see_what_is_sharded(make, order):
         assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in zip(results[0], result, strict=True))
 
 
-def test_a_step_has_two_collectives_a_bucket_and_waits_for_nothing():
-    def check(rank, shape):
-        params = [nn.Parameter(torch.ones(2**16)) for _ in range(6)]
-        optimizer = INNER["fused"](params, mesh=init_device_mesh("cpu", shape), bucket_cap_mb=0.5)
-        optimizer.found_inf = torch.zeros(())
+def a_step_s_collectives(mesh):
+    params = [nn.Parameter(torch.ones(2**16)) for _ in range(6)]
+    optimizer = INNER["fused"](params, mesh=mesh, bucket_cap_mb=0.5)
+    optimizer.found_inf = torch.zeros(())
+    sum(p.sum() for p in params).backward()
+    optimizer.step()
+    with HostSyncs() as syncs, Operations() as operations:
         sum(p.sum() for p in params).backward()
+        optimizer.grad_shards()
         optimizer.step()
-        with HostSyncs() as syncs, Operations() as operations:
-            sum(p.sum() for p in params).backward()
-            optimizer.grad_shards()
-            optimizer.step()
-            optimizer.zero_grad()
-        return list(syncs), operations.collectives()
+        optimizer.zero_grad()
+    assert syncs == []
+    return operations.collectives()
 
-    flat = {"c10d._reduce_scatter_base_": 3, "c10d._allgather_base_": 3, "c10d.allreduce_": 1}
-    assert on_ranks(2, check, (2,)) == [([], flat)] * 2
-    nested = flat | {"c10d.allreduce_": 3 + 2}  # a bucket's shard across replicas; the flag over both axes
-    assert on_ranks(4, check, (2, 2)) == [([], nested)] * 4
+
+def test_a_step_has_two_collectives_a_bucket_and_waits_for_nothing():
+    def check(rank):
+        group = dist.new_group(backend="fake")  # it does nothing, but isn't gloo
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        return a_step_s_collectives(mesh)
+
+    expected = {"c10d._reduce_scatter_base_": 3, "c10d._allgather_base_": 3, "c10d.allreduce_": 1}
+    assert on_ranks(2, check) == [expected] * 2
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=["2 ranks", "3 ranks", "2x2 ranks"])
+def test_on_gloo_an_all_to_all_reduces_and_a_broadcast_of_each_slice_gathers(shape):
+    buckets, axes, world = 3, len(shape), torch.Size(shape).numel()
+    expected = {
+        "c10d.alltoall_base_": buckets,
+        "c10d.broadcast_": buckets * shape[-1],
+        "c10d.allreduce_": buckets * (axes - 1) + axes,  # a bucket's slice across replicas; the flag over each axis
+    }
+    assert on_ranks(world, lambda rank: a_step_s_collectives(init_device_mesh("cpu", shape))) == [expected] * world
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2x2 ranks"])
