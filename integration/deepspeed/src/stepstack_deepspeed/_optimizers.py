@@ -118,7 +118,9 @@ def _of_torch(name: str, params: Section) -> Inner:
 def _numbers(params: Section) -> dict[str, Any]:
     """What all have: a rate and the like, if said."""
     given: dict[str, Any] = {
-        key: params.number(key, 0.0, at_least=0) for key in ("lr", "eps", "weight_decay") if key in params
+        key: params.number(key, 0.0, at_least=0)
+        for key in ("lr", "eps", "weight_decay")
+        if params.value(key, None) is not None
     }
     betas = params.value("betas", None)
     if betas is not None:

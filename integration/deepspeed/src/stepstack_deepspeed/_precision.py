@@ -123,7 +123,7 @@ class Precision:
 
 def constant_scale(device_type: str, scale: float) -> GradScaler:
     """A loss scale that never changes. Its scaler counts what is skipped all the same."""
-    return GradScaler(device_type, scale, growth_factor=1.0, backoff_factor=1.0)
+    return GradScaler(device_type, scale, min_scale=scale, max_scale=scale)
 
 
 def scaled(loss: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:

@@ -1,0 +1,83 @@
+"""Stages, precisions, offload, clipping and accumulation, all with all, against plain torch in one process."""
+
+from itertools import chain, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import DTYPES, RANKS, Trained, batch, config, net, train_plainly
+
+from stepstack_deepspeed import initialize
+from stepstack_testing import on_ranks
+
+STEPS = 3
+CLIPS = {"binding": 0.1, "loose": 1e4, "off": 0.0}
+CASES = list(product(range(4), ("fp32", "bf16", "fp16"), (False, True), CLIPS, (1, 2)))
+"""Stage, dtype, offload, clipping, accumulation."""
+
+NORM = {"fp32": 1e-6, "bf16": 5e-4, "fp16": 5e-4}
+"""Of itself."""
+UPDATE = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
+"""How far apart two ends may be, as a part of the way from the start: gradients of 8 or 11 bits are summed in another
+order, and what they say of a small one is rounded."""
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return dict(zip(CASES, on_ranks(RANKS, lambda rank: [train(rank, *case) for case in CASES])[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def plainly_trained():
+    return {
+        case: train_plainly(case[0], CLIPS[case[1]], case[2], STEPS)
+        for case in product(("fp32", "bf16", "fp16"), CLIPS, (1, 2))
+    }
+
+
+@pytest.mark.parametrize(("stage", "dtype", "offload", "clip", "accumulation"), CASES)
+def test_an_engine_trains_as_torch_does(trained, plainly_trained, stage, dtype, offload, clip, accumulation):
+    ours, theirs = trained[stage, dtype, offload, clip, accumulation], plainly_trained[dtype, clip, accumulation]
+    assert ours.norms == pytest.approx(theirs.norms, rel=NORM[dtype])
+    assert (ours.norms[0] > CLIPS[clip] > 0) == (clip == "binding")
+    start = net().to(DTYPES[dtype]).parameters()
+    assert distance(ours.params, theirs.params) < UPDATE[dtype] * distance(start, theirs.params)
+
+
+def train(rank, stage, dtype, offload, clip, accumulation):
+    zero = {"stage": stage, "reduce_bucket_size": 1000}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    engine, *_ = initialize(
+        model=net(),
+        config=config(dtype=dtype, clip=CLIPS[clip], accumulation=accumulation, zero_optimization=zero),
+    )
+    norms = []
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            engine.backward(engine(*batch(rank, step, micro)))
+            engine.step()
+        norms.append(engine.get_global_grad_norm().item())
+    return Trained(norms, weights(engine))
+
+
+def weights(engine):
+    """The whole fp32 weights: the model's own, or the masters, of which each rank has pieces."""
+    params = list(engine.module.parameters())
+    if engine.zero_optimization_stage() == 3:
+        return [param.full_tensor().detach() for param in params]
+    if params[0].dtype == torch.float32:
+        return [param.detach() for param in params]
+    state_dict = engine.optimizer.state_dict()
+    firsts = [cut[-2] for group in state_dict["cut"] for cut in group]
+    pieces = [(number, firsts[number], state["master_weight"]) for number, state in state_dict["state"].items()]
+    of_ranks = [None] * RANKS
+    dist.all_gather_object(of_ranks, pieces)
+    whole = [torch.zeros(param.numel() + 64) for param in params]
+    for number, first, piece in chain(*of_ranks):
+        whole[number][first : first + piece.numel()] = piece
+    return [flat[: param.numel()].view_as(param) for flat, param in zip(whole, params, strict=True)]
+
+
+def distance(ours, theirs):
+    return torch.cat([(a.float() - b.float()).flatten() for a, b in zip(ours, theirs, strict=True)]).norm().item()
