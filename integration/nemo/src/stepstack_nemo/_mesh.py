@@ -1,0 +1,111 @@
+"""Which ranks share a set of states: process groups and words of a config, as a mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepstack_nemo._parallel import is_expert, parallel_state
+from stepstack_sharded_states import within_node_mesh
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over how many of the ranks that average their gradients states are spread; the others hold replicas."""
+
+    distributed_size: int | None = None
+    """So many neighbours. None: all."""
+    within_nodes: bool = False
+    """Those of one host."""
+
+    def __post_init__(self) -> None:
+        if self.distributed_size is not None and self.distributed_size < 1:
+            raise ValueError(f"distributed_size must be 1 or more, got {self.distributed_size}")
+
+    def mesh(self, group: ProcessGroup, device_type: str) -> DeviceMesh:
+        """(shard) or (replicate, shard) over a group; all its ranks call this. ValueError where it does not divide."""
+        if not self.within_nodes and self.distributed_size is None:
+            return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+        mesh = within_node_mesh(group, None if self.within_nodes else self.distributed_size)
+        if self.distributed_size not in (None, mesh.size(1)):
+            raise ValueError(
+                f"rank {dist.get_rank()}: distributed_size is {self.distributed_size}, but distribute_within_nodes "
+                f"finds {mesh.size(1)} ranks on a host: give one of the two"
+            )
+        return mesh
+
+
+class Meshes(NamedTuple):
+    """Over which ranks parameters are averaged and states spread; None without torch.distributed."""
+
+    dense: DeviceMesh | None
+    experts: DeviceMesh | None
+    """Of their own where Megatron has set up groups for them and this rank has some."""
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[Tensor],
+        spread: Spread,
+        process_group: ProcessGroup | None,
+        distributed: ProcessGroup | None,
+        redundant: ProcessGroup | None,
+    ) -> "Meshes":
+        """Every rank of `process_group` (default: Megatron's data-parallel group, else the default group) calls this.
+
+        `distributed` and `redundant` say the same as `spread` by groups. ValueError where ranks don't divide.
+        """
+        if not dist.is_initialized() or not params:
+            return cls(None, None)
+        state, device_type = parallel_state(), params[0].device.type
+        group = process_group or state.data or dist.group.WORLD
+        assert group is not None
+        experts = None
+        if state.expert_data is not None and any(map(is_expert, params)):
+            experts = spread.mesh(state.expert_data, device_type)
+        if distributed is None and redundant is None:
+            return cls(spread.mesh(group, device_type), experts)
+        if spread != Spread():
+            raise ValueError(
+                "distributed_process_group and redundant_process_group say already what is spread: give "
+                "these, or distributed_size, distribute_within_nodes or disable_distributed_parameters"
+            )
+        return cls(_mesh_of_groups(group, distributed, redundant, device_type), experts)
+
+
+def _mesh_of_groups(
+    process_group: ProcessGroup, distributed: ProcessGroup | None, redundant: ProcessGroup | None, device_type: str
+) -> DeviceMesh:
+    """The mesh whose rows are groups that share states, and whose columns are groups of replicas.
+
+    All ranks of `process_group` call this. ValueError where the groups make no grid of its ranks.
+    """
+    rank = dist.get_rank()
+    row = dist.get_process_group_ranks(process_group if distributed is None else distributed)
+    column = [rank] if redundant is None else dist.get_process_group_ranks(redundant)
+    rows = [row]
+    if redundant is not None:
+        rows = [[] for _ in column]
+        dist.all_gather_object(rows, row, group=redundant)
+    ranks = dist.get_process_group_ranks(process_group)
+    place = row.index(rank)
+    if sorted(chain.from_iterable(rows)) != sorted(ranks) or [other[place : place + 1] for other in rows] != [
+        [r] for r in column
+    ]:
+        raise ValueError(
+            f"rank {rank}: distributed_process_group has ranks {row} and redundant_process_group {column}; as rows and "
+            f"columns they must make one grid of process_group's ranks, {ranks}"
+        )
+    if redundant is None:
+        shards = process_group if distributed is None else distributed
+        return DeviceMesh.from_group(shards, device_type, mesh_dim_names=("shard",))
+    assert distributed is not None
+    return DeviceMesh.from_group(
+        [redundant, distributed], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+    )
