@@ -117,17 +117,22 @@ class OptimizerStep:
 
     def _grads(self) -> list[Tensor]:
         if isinstance(self.optimizer, ShardedOptimizer):
-            return self.optimizer.grad_shards()
+            return self.optimizer.grad_shards_with_objections()
         return grads_of(param for group in self.optimizer.param_groups for param in group["params"])
 
     def _update(self, grads: list[Tensor], divisor: Tensor, found_inf: Tensor) -> None:
         optimizer: Any = self.optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+            told: dict[str, Any] = {"grad_scale": divisor, "found_inf": found_inf}
+            if isinstance(optimizer, ShardedOptimizer):
+                told["found_inf_is_agreed"] = True
+            for name, value in told.items():
+                setattr(optimizer, name, value)
             try:
                 optimizer.step()
             finally:
-                del optimizer.grad_scale, optimizer.found_inf
+                for name in told:
+                    delattr(optimizer, name)
         elif not found_inf.item():  # The one wait: an optimizer without the flag can't be told on the device.
             multiply_(grads, divisor.reciprocal())
             optimizer.step()
