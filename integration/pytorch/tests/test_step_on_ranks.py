@@ -73,6 +73,25 @@ def test_all_ranks_see_one_norm_and_skip_together(shape):
     assert weight[1] == weight[0] != weight[2]
 
 
+@pytest.mark.filterwarnings("ignore:.*ranks differed")
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2 pairs"])
+def test_a_step_is_skipped_on_all_ranks_if_they_differ_in_what_has_a_gradient(shape):
+    def run(rank):
+        params = parameters()
+        step = OptimizerStep(ShardedOptimizer(params, FusedAdamW, mesh=init_device_mesh("cpu", shape)), max_norm=1.0)
+        history = []
+        for number in range(3):
+            used = params[:2] if number == 1 and rank == 1 else params
+            sum(param.square().sum() for param in used).backward()
+            history.append((step().skipped.item(), params[0][0, 0].item()))
+        return history
+
+    for history in on_ranks(torch.Size(shape).numel(), run):
+        skipped, (first, second, third) = zip(*history, strict=True)
+        assert skipped == (0, 1, 0)
+        assert first == second != third
+
+
 def test_parameters_that_fsdp_shards_are_stepped_as_one_process_steps_them():
     def model():
         torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """A step: what it skips, what it costs, what it remembers."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -138,15 +139,23 @@ def test_a_step_on_which_ranks_differ_in_what_has_a_gradient_is_skipped_on_all(s
         params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n in (300, 70, 7)]
         optimizer = INNER["fused"](params, mesh=init_device_mesh("cpu", shape), bucket_cap_mb=1e-6)
         history = []
-        for used in (range(3), range(2 if rank == 1 else 3), range(2)):
-            sum(params[i].sum() for i in used).backward()
-            optimizer.found_inf = torch.zeros(1)
-            optimizer.step()
-            history.append((optimizer.found_inf.item(), [p[0].item() for p in params]))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for used in (range(3), range(2 if rank == 1 else 3), range(2), range(2)):
+                sum(params[i].sum() for i in used).backward()
+                optimizer.found_inf = torch.zeros(1)
+                with HostSyncs() as syncs:
+                    optimizer.step()
+                assert syncs == []
+                history.append((len(warned), optimizer.found_inf.item(), [p[0].item() for p in params]))
+        assert all(f"rank {rank}: ranks differed" in str(warning.message) for warning in warned)
         return history
 
-    for history in on_ranks(torch.Size(shape).numel(), check):
-        flags, values = zip(*history, strict=True)
+    for rank, history in enumerate(on_ranks(torch.Size(shape).numel(), check)):
+        warned, flags, values = zip(*history[:3], strict=True)
+        owns_the_last_slice = rank % shape[-1] == shape[-1] - 1
+        assert warned == (0, 0, int(owns_the_last_slice))  # a step later, when it is known without a wait
+        assert history[3][0] == warned[2]  # once
         assert flags == (0.0, 1.0, 0.0)
         assert values[0] == values[1]
         assert [after != before for before, after in zip(values[1], values[2], strict=True)] == [True, True, False]

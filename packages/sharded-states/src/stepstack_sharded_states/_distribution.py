@@ -1,5 +1,7 @@
 """How parameters are spread: over which ranks, in which buckets, and how those hold what they hold."""
 
+import os
+import warnings
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -47,6 +49,14 @@ class Distribution:
         if not 0 <= self.offload_ratio <= 1:
             raise ValueError(f"{this_rank()}: offload_ratio must be in [0, 1], got {self.offload_ratio}")
         self._ranks = {self.mesh: Ranks(self.mesh, self.device_type)}
+        launched = os.environ.get("WORLD_SIZE", "1")  # by torchrun, and what is like it
+        if self._ranks[self.mesh].mesh is None and launched != "1":
+            warnings.warn(
+                f"this process is one of {launched}, says WORLD_SIZE, but there is no process group: it will train by "
+                "itself, apart from the others. To train together, call torch.distributed.init_process_group before "
+                "the optimizer is made; to train apart, unset WORLD_SIZE",
+                stacklevel=4,
+            )
 
     @property
     def ranks(self) -> Collection[Ranks]:

@@ -1,6 +1,6 @@
 """What the inner optimizer is told in a step, and what is done for one that can't be told: torch's two attributes."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepstack_sharded_states._bucket import Bucket, Member
-from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._mesh import this_rank
 
 
 def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
@@ -23,44 +23,22 @@ def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
     return flag.reshape(())
 
 
-def agreed(found_inf: Tensor | None, buckets: Sequence[Bucket], meshes: Collection[Ranks]) -> Tensor | None:
-    """Whether some rank wants to skip the step, or ranks differ in what has a gradient; left in `found_inf` too.
+def step_inner(
+    inner: Any, members: Iterable[Member], *, grad_scale: Tensor | None, found_inf: Tensor | None, skip: Tensor | None
+) -> None:
+    """A step, unless `skip` says no: what all ranks have made of `found_inf`.
 
-    None where nobody could: in one process, without a `found_inf`.
+    Raises RuntimeError where nobody but ranks that differ in what has a gradient can have said so, and it is known.
     """
-    if found_inf is None and all(ranks.size == 1 for ranks in meshes):
-        return None
-    device = buckets[0].params.device
-    flags = [bucket.gradients.differ for bucket in buckets]
-    flags += [None if found_inf is None else found_inf != 0]  # NaN too, which a maximum may lose
-    here = [flag.to(device, non_blocking=True) for flag in flags if flag is not None]
-    flag = torch.stack(here).any().float() if here else torch.zeros((), device=device)
-    for ranks in meshes:
-        ranks.all_reduce_max(flag)
-    if found_inf is not None:
-        found_inf.copy_(flag)
-    return flag
-
-
-def step_told(inner: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """A step of an optimizer that knows the attributes."""
-    inner.grad_scale, inner.found_inf = None if grad_scale is None else grad_scale.float(), found_inf
-    try:
-        inner.step()
-    finally:
-        del inner.grad_scale, inner.found_inf
-
-
-def step_untold(inner: Optimizer, grad_scale: Tensor | None, members: Iterable[Member]) -> None:
-    """A step of one that doesn't: gradients are divided here."""
-    if grad_scale is not None:
-        grads: dict[torch.device, list[Tensor]] = {}
-        for member in members:
-            if member.piece is not None and member.used:
-                grads.setdefault(member.piece_grad.device, []).append(member.piece_grad)
-        for device, there in grads.items():
-            torch._foreach_div_(there, grad_scale.to(device))
-    inner.step()
+    if getattr(inner, "_step_supports_amp_scaling", False):
+        _step_told(inner, grad_scale, skip)
+    elif skip is None or not skip.item():  # The one wait: this optimizer can't read it on the device.
+        _step_untold(inner, grad_scale, members)
+    elif found_inf is None:
+        raise RuntimeError(
+            f"{this_rank()}: ranks differ in which parameters have a gradient, so none has stepped. With "
+            "find_unused_parameters=True a gradient on one rank counts for all"
+        )
 
 
 def wait_for_offloaded(buckets: Sequence[Bucket]) -> None:
@@ -74,3 +52,24 @@ def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> 
     """Learning rates and the like: whoever changed them last, the loop or the inner optimizer, is followed."""
     for ours, theirs in zip(source, target, strict=True):
         theirs |= {key: value for key, value in ours.items() if key not in ("params", "param_names")}
+
+
+def _step_told(inner: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """A step of an optimizer that knows the attributes."""
+    inner.grad_scale, inner.found_inf = None if grad_scale is None else grad_scale.float(), found_inf
+    try:
+        inner.step()
+    finally:
+        del inner.grad_scale, inner.found_inf
+
+
+def _step_untold(inner: Optimizer, grad_scale: Tensor | None, members: Iterable[Member]) -> None:
+    """A step of one that doesn't: gradients are divided here."""
+    if grad_scale is not None:
+        grads: dict[torch.device, list[Tensor]] = {}
+        for member in members:
+            if member.piece is not None and member.used:
+                grads.setdefault(member.piece_grad.device, []).append(member.piece_grad)
+        for device, there in grads.items():
+            torch._foreach_div_(there, grad_scale.to(device))
+    inner.step()

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import socket
 from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,12 +78,18 @@ class Ranks:
         self._placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
     def sharded(self, local: Tensor, numel: int) -> Tensor:
-        """`local` as this rank's part of a 1-D DTensor of `numel` elements, sharing memory; itself without a mesh."""
+        """`local` as this rank's part of a 1-D DTensor of `numel` elements, sharing memory; itself without a mesh.
+
+        Parts may be of any lengths, which placements don't tell: what would need to know them is refused.
+        """
         if self.mesh is None:
             return local
-        return DTensor.from_local(
+        shard = DTensor.from_local(
             local, self.mesh, self._placements, run_check=False, shape=torch.Size((numel,)), stride=(1,)
         )
+        for method in ("full_tensor", "redistribute", "__create_write_items__", "__create_chunk_list__"):
+            setattr(shard, method, _refuse_to_gather)
+        return shard
 
     @property
     def size(self) -> int:
@@ -139,6 +146,14 @@ class Ranks:
 def this_rank() -> str:
     """How an error names this process."""
     return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+
+
+def _refuse_to_gather(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{this_rank()}: a shard of a ShardedOptimizer can't be gathered, redistributed or saved as a DTensor: ranks "
+        "own parts of any length, which its placements don't tell. Its to_local() is this rank's part; whole "
+        "parameters are in the model; the optimizer's full_state_dict() and sharded_state_dict() are for saving"
+    )
 
 
 def _by_host(ranks: list[int], group: ProcessGroup) -> tuple[list[int], int]:

@@ -9,19 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from stepstack_sharded_states._agreement import Skipped, agreed, objections
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._checkpoint import Checkpoint, agree, checkpoint_of
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._gather import Gather
-from stepstack_sharded_states._inner import agreed, copy_options, flag_of, step_told, step_untold, wait_for_offloaded
+from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
 from stepstack_sharded_states._mesh import this_rank
-from stepstack_sharded_states._params import Group, check_in_place, check_mesh, read_groups, refuse
+from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
-
-_NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
-)
 
 
 class ShardedOptimizer(Optimizer):
@@ -69,12 +66,14 @@ class ShardedOptimizer(Optimizer):
     `grad_shard` on each parameter, say what it has become. Every backward that is not under `no_sync()` ends with the
     mean over the mesh, added to what earlier ones left. A step uses gradients up: the next backward starts afresh, with
     or without `zero_grad()`. A parameter without a gradient is skipped as torch skips it; which ones have one must be
-    the same on all ranks, unless `find_unused_parameters`: a step on which ranks differ is skipped on all of them.
+    the same on all ranks, unless `find_unused_parameters`: a step on which ranks differ is skipped on all of them, and
+    the mesh's last rank warns when it hears of that.
 
     Loss scaling and deferred clipping: attributes `grad_scale` (divides) and `found_inf` (not 0: nothing changes), as
     in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
     optimizer_class without them works too, at the price of one wait for the device in each step of several ranks or
-    with a `found_inf`; without one it raises RuntimeError, on all ranks, where they differ in what has a gradient.
+    with a `found_inf`; without one it raises RuntimeError, on all ranks, where they differ in what has a gradient. A
+    third attribute, `found_inf_is_agreed`, spares the reduction: see `grad_shards_with_objections()`.
     """
 
     _step_supports_amp_scaling = True
@@ -99,13 +98,7 @@ class ShardedOptimizer(Optimizer):
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
     ) -> None:
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise TypeError(f"{this_rank()}: optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
-        if issubclass(optimizer_class, _NOT_ELEMENTWISE):
-            raise TypeError(
-                f"{this_rank()}: {optimizer_class.__name__} is not elementwise: it needs whole parameters, and a rank "
-                "has a slice of them, which may end inside one"
-            )
+        check_elementwise(optimizer_class)
         groups = read_groups(params)
         check_mesh(mesh)
         device_type = next(param for group in groups for _, param in group.params).device.type
@@ -126,7 +119,7 @@ class ShardedOptimizer(Optimizer):
             bucket_cap_mb=bucket_cap_mb,
             norm_owner=norm_owner,
         )
-        self._gather = Gather()
+        self._gather, self._skipped = Gather(), Skipped()
         self._backward = Backward(find_unused=find_unused_parameters, zero_fill_unused=zero_fill_unused)
         buckets = self._distribution.buckets_of(groups)
         self._groups: list[Group] = []
@@ -147,6 +140,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._skipped.say()
         self._distribution.check_ranks()
         check_in_place(self._groups)
         self._gather.finish()
@@ -155,7 +149,8 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._backward.buckets:
             bucket.before_step()
         wait_for_offloaded(self._backward.buckets)
-        self._step_inner()
+        flags = {name: flag_of(self, name) for name in ("grad_scale", "found_inf")}
+        step_inner(self._inner, self._members(), **flags, skip=self._agree(flags["found_inf"]))
         for bucket in self._backward.buckets:
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
@@ -167,6 +162,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; or, with `set_to_none=False`, go on from zero for those that are there."""
+        self._skipped.say()
         self._backward.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -179,6 +175,18 @@ class ShardedOptimizer(Optimizer):
         """
         self._backward.finish()
         return [_shown_grad(member) for member in self._members()]
+
+    @torch.no_grad()
+    def grad_shards_with_objections(self) -> list[Tensor]:
+        """`grad_shards()`, and for each mesh an element that is NaN if its ranks differ in what has a gradient, else 0.
+
+            norm = total_norm(optimizer.grad_shards_with_objections())  # of stepstack_gradnorm
+            optimizer.found_inf, optimizer.found_inf_is_agreed = (~norm.isfinite()).float(), True
+
+        says of the whole step whether it counts, the same on all ranks of the mesh: `step()` need not ask them again.
+        With parameters in several meshes it does so all the same.
+        """
+        return self.grad_shards() + objections(self._backward.buckets, self._distribution.ranks)
 
     @torch.no_grad()
     def grad_shards_by_owner(self) -> dict[Hashable, list[Tensor]]:
@@ -255,6 +263,7 @@ class ShardedOptimizer(Optimizer):
 
         torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are.
         """
+        self._skipped.say()
         copy_options(self.param_groups, self._inner.param_groups)
         return from_inner(self._inner.state_dict(), self._groups)
 
@@ -279,7 +288,9 @@ class ShardedOptimizer(Optimizer):
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `sharded_state_dict()` that `torch.distributed.checkpoint.load` has filled, after the model's.
 
-        Every rank of the mesh calls this. Raises ValueError on all of them where one can't take it.
+        What has been taken out of it has not been saved: a parameter without states has made no step, a master weight
+        becomes what the parameter is, an option stays. Every rank of the mesh calls this. Raises ValueError on all of
+        them where one can't take it.
         """
         checkpoint = checkpoint_of(state_dict) or self._checkpoint()
         agree(checkpoint.problem(state_dict), self._distribution.ranks, self._backward.buckets[0].params.device)
@@ -309,19 +320,11 @@ class ShardedOptimizer(Optimizer):
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
 
-    def _step_inner(self) -> None:
-        """Hand on `grad_scale` and `found_inf` for this step; do their work for an optimizer that doesn't know them."""
-        grad_scale, found_inf = flag_of(self, "grad_scale"), flag_of(self, "found_inf")
-        skip = agreed(found_inf, self._backward.buckets, self._distribution.ranks)
-        if getattr(self._inner, "_step_supports_amp_scaling", False):
-            step_told(self._inner, grad_scale, skip)
-        elif skip is None or not skip.item():  # The one wait: this optimizer can't read it on the device.
-            step_untold(self._inner, grad_scale, self._members())
-        elif found_inf is None:
-            raise RuntimeError(
-                f"{this_rank()}: ranks differ in which parameters have a gradient, so none has stepped. With "
-                "find_unused_parameters=True a gradient on one rank counts for all"
-            )
+    def _agree(self, found_inf: Tensor | None) -> Tensor | None:
+        buckets, meshes = self._backward.buckets, self._distribution.ranks
+        if found_inf is not None or getattr(self._inner, "_step_supports_amp_scaling", False):  # else it would raise
+            self._skipped.note(buckets, meshes)
+        return agreed(found_inf, buckets, meshes, already=getattr(self, "found_inf_is_agreed", False))
 
 
 def _shown_grad(member: Member) -> Tensor:

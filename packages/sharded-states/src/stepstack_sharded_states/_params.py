@@ -4,15 +4,22 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._overlap import overlap
+
+
+_NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
+)
 
 
 @dataclass(eq=False)
@@ -56,6 +63,17 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     if not any(group.params for group in groups):
         raise ValueError(f"{this_rank()}: no parameters: none of those given has requires_grad=True")
     return groups
+
+
+def check_elementwise(optimizer_class: Any) -> None:
+    """Raise TypeError for something else than a class of optimizers, or one that needs whole parameters."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"{this_rank()}: optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
+    if issubclass(optimizer_class, _NOT_ELEMENTWISE):
+        raise TypeError(
+            f"{this_rank()}: {optimizer_class.__name__} is not elementwise: it needs whole parameters, and a rank "
+            "has a slice of them, which may end inside one"
+        )
 
 
 def check_mesh(mesh: Any) -> None:
