@@ -16,10 +16,10 @@ POWER = 8
 class Net(nn.Module):
     """Odd sizes, and a list of blocks. Gives the loss."""
 
-    def __init__(self):
+    def __init__(self, blocks=2):
         super().__init__()
         self.first = nn.Linear(31, 29)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(29, 29), nn.GELU()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(29, 29), nn.GELU()) for _ in range(blocks))
         self.norm = nn.LayerNorm(29)
         self.last = nn.Linear(29, 31, bias=False)
 
@@ -30,9 +30,9 @@ class Net(nn.Module):
         return F.mse_loss(self.last(self.norm(x)).float(), y)
 
 
-def net():
+def net(blocks=2):
     torch.manual_seed(0)
-    return Net()
+    return Net(blocks)
 
 
 def batch(rank, step, micro=0):

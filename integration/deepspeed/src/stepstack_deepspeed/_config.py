@@ -118,12 +118,13 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str], ranks: int) 
     section = Section(values)
     precision = Precision.read(section)
     precision.check_reduced_in(section.choice("communication_data_type", None, ("fp32", "bf16", "fp16")))
+    sharding = Sharding.read(section, ranks)
     read = Config(
         batch=Batch.read(section, ranks),
         precision=precision,
-        sharding=Sharding.read(section, ranks),
+        sharding=sharding,
         gradient_clipping=_read_clipping(section),
-        optimizer=Inner.read(section),
+        optimizer=Inner.read(section, steps_dtensors=sharding.stage == 3),
         schedule=_schedules.of_config(section),
         drop_last=section.flag("dataloader_drop_last"),
         managed_accumulation=section.flag("managed_gradient_accumulation", True),

@@ -98,9 +98,7 @@ def _optimizer_and_groups(
     """What is to step, and which parameters; also the caller's optimizer, if there is one."""
     if optimizer is None:
         if config.optimizer is None:
-            raise ValueError(
-                'there is no optimizer: give optimizer=…, or {"optimizer": {"type": "AdamW", …}} in config'
-            )
+            raise ValueError('there is no optimizer: give one, or say "optimizer": {"type": "AdamW"} in the config')
         return config.optimizer, groups_of(model, params), None
     trained = [param for param in model.parameters() if param.requires_grad] if params is None else list(params)
     given = _optimizers.of_caller(optimizer, trained)

@@ -39,7 +39,7 @@ class Inner:
     has_flag: bool = False
 
     @classmethod
-    def read(cls, config: Section) -> "Inner | None":
+    def read(cls, config: Section, *, steps_dtensors: bool) -> "Inner | None":
         """What the config names, if it names one. ValueError for what there isn't here."""
         optimizer = config.section("optimizer")
         optimizer.without_effect("legacy_fusion")
@@ -53,7 +53,7 @@ class Inner:
             raise ValueError(f"optimizer.type is {name!r}, which can't be had here: {reason}")
         if name.lower() in ("adam", "adamw"):
             return _adam(name.lower(), params)
-        return _of_torch(name, params)
+        return _of_torch(name, params, steps_dtensors)
 
 
 def of_caller(optimizer: Any, params: list[Any]) -> Optimizer:
@@ -90,6 +90,14 @@ def like(optimizer: Optimizer) -> type[Optimizer]:
     return Like
 
 
+def check_steps_dtensors(optimizer_class: type[Optimizer], fused: bool | None) -> None:
+    """ValueError for a fused step that torch has for plain tensors only."""
+    if fused and issubclass(optimizer_class, torch.optim.SGD | torch.optim.Adagrad):
+        raise ValueError(
+            f"in stage 3 parameters are DTensors, which {optimizer_class.__name__} can't step with fused=True"
+        )
+
+
 def _adam(name: str, params: Section) -> Inner:
     """`Adam` is AdamW too, unless `adam_w_mode` is false."""
     decoupled = params.flag("adam_w_mode", True) or name == "adamw"
@@ -108,11 +116,15 @@ def _adam(name: str, params: Section) -> Inner:
     return Inner(FusedAdam, options, has_masters=True, has_flag=True)
 
 
-def _of_torch(name: str, params: Section) -> Inner:
+def _of_torch(name: str, params: Section, steps_dtensors: bool) -> Inner:
     optimizer_class = getattr(torch.optim, name, None)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(f"optimizer.type is {name!r}: it must be Adam, AdamW or one of torch.optim, spelled as there")
-    return _with_flag(optimizer_class, _accepted(optimizer_class, _numbers(params) | params.rest(), params))
+    options = _accepted(optimizer_class, _numbers(params) | params.rest(), params)
+    if steps_dtensors:
+        check_steps_dtensors(optimizer_class, options.get("fused"))
+        return Inner(optimizer_class, options)
+    return _with_flag(optimizer_class, options)
 
 
 def _numbers(params: Section) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from stepstack_deepspeed._fsdp import shard_
-from stepstack_deepspeed._optimizers import Inner
+from stepstack_deepspeed._optimizers import Inner, check_steps_dtensors
 from stepstack_deepspeed._parameters import Groups
 from stepstack_deepspeed._precision import Precision
 from stepstack_deepspeed._processes import broadcast_, ranks
@@ -59,6 +59,8 @@ def _fully_sharded(
     mesh = _mesh(device, stage=3)
     if mesh is None:
         raise ValueError("stage 3 needs a process group, of one process at least: leave out dist_init_required=False")
+    for group in groups:
+        check_steps_dtensors(inner.optimizer_class, group.get("fused"))
     shard_(model, mesh, device=device, precision=precision, offload=sharding.offload)
     sharded = dict(model.named_parameters())
     new_groups: list[dict[str, Any]] = [
