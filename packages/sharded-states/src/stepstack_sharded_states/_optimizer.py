@@ -16,7 +16,6 @@ from stepstack_sharded_states._checkpoint import Checkpoint, agree, checkpoint_o
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
-from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 

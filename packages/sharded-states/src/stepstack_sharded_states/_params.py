@@ -16,7 +16,6 @@ from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._overlap import overlap
 
-
 _NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
