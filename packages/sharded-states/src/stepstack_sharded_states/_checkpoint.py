@@ -95,11 +95,16 @@ class Checkpoint:
 
     def problem(self, entries: Mapping[str, Any]) -> str | None:
         """Why what has been loaded can't be installed, in words."""
+        if not any(key.startswith(("state.", "param_groups.")) for key in entries):
+            return "this is no sharded_state_dict(): it has neither states nor param_groups"
+        missing = []
         for name, named in self.named.items():
-            for state, like in named.numbers.items():
-                if not isinstance(like, Tensor) and f"state.{name}.{state}" in entries:
+            there = [state for state in (*named.tensors, *named.numbers) if f"state.{name}.{state}" in entries]
+            named.absent |= not set(there) - {MASTER}
+            for state in there:
+                if not isinstance(entries[f"state.{name}.{state}"], Tensor):
                     named.loaded.setdefault(state, entries[f"state.{name}.{state}"])
-        missing = [f"{state} of {name!r}" for name, named in self.named.items() for state in named.missing()]
+            missing += [f"{state} of {name!r}" for state in named.missing()]
         if missing:
             return (
                 f"{len(missing)} states have not been loaded, {missing[0]} for one: fill the whole of what "

@@ -1,0 +1,299 @@
+"""What checkpoints refuse, and what they are at the edges: before a first step, in mid-accumulation, of other optimizers."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from stepstack_sharded_states import ShardedLoadPlanner, ShardedOptimizer
+from stepstack_testing import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def params_of(**shapes):
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def make(params, optimizer_class=torch.optim.AdamW, **options):
+    if optimizer_class is torch.optim.AdamW:
+        options.setdefault("fused", True)
+    return ShardedOptimizer(params.items(), optimizer_class, lr=0.1, bucket_cap_mb=0.001, **options)
+
+
+def step(params, optimizer, times=1):
+    for _ in range(times):
+        sum((p.pow(2) * (i + 1)).sum() for i, p in enumerate(params.values())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def load(optimizer, folder):
+    state_dict = optimizer.sharded_state_dict()
+    dcp.load(state_dict, checkpoint_id=folder, planner=ShardedLoadPlanner())
+    optimizer.load_sharded_state_dict(state_dict)
+
+
+def states_of(optimizer):
+    return copy.deepcopy({position: state for position, state in optimizer.state_dict()["state"].items()})
+
+
+def refusal(function, *arguments):
+    """What DCP says on this rank: the words of all ranks that failed."""
+    with pytest.raises(CheckpointException) as error:
+        function(*arguments)
+    return str(error.value)
+
+
+def equal(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    return True
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank(tmp_path):
+    others = {
+        "another": ({"w": (9, 20), "b": (20,), "more": (3,)}, torch.optim.AdamW, {}),
+        "one less": ({"w": (9, 20)}, torch.optim.AdamW, {}),
+        "wide": ({"w": (9, 30), "b": (20,)}, torch.optim.AdamW, {}),
+        "sgd": ({"w": (9, 20), "b": (20,)}, torch.optim.SGD, {"momentum": 0.9}),
+        "amsgrad": ({"w": (9, 20), "b": (20,)}, torch.optim.AdamW, {"amsgrad": True}),
+    }
+    words = {
+        "another": "its parameter 'more' is not in this optimizer",
+        "one less": "it has no parameter 'b'",
+        "wide": r"its exp_avg of 'w' has shape \(9, 30\), the parameter \(9, 20\)",
+        "sgd": "it has no exp_avg of 'w'",
+        "amsgrad": "it has max_exp_avg_sq of 'w', which this optimizer has not",
+        "whole numbers": "its exp_avg of 'b' is torch.int64, here torch.float32",
+    }
+
+    def check(rank):
+        for name, (shapes, optimizer_class, options) in others.items():
+            params = params_of(**shapes)
+            other = make(params, optimizer_class, **options)
+            step(params, other)
+            dcp.save(other.sharded_state_dict(), checkpoint_id=tmp_path / name)
+        params = params_of(w=(9, 20), b=(20,))
+        optimizer = make(params)
+        step(params, optimizer)
+        dcp.save(
+            optimizer.sharded_state_dict() | {"state.b.exp_avg": torch.zeros(20, dtype=torch.int64)},
+            checkpoint_id=tmp_path / "whole numbers",
+        )
+        before, weights = states_of(optimizer), [p.detach().clone() for p in params.values()]
+        said = {name: refusal(load, optimizer, tmp_path / name) for name in words}
+        assert equal(states_of(optimizer), before)
+        assert equal([p.detach() for p in params.values()], weights)
+        return said
+
+    for said in on_ranks(2, check):
+        for name, expected in words.items():
+            assert re.search(expected, said[name]), said[name]
+            assert "rank 0" in said[name]
+            assert "rank 1" in said[name]
+
+
+def test_a_state_dict_that_nobody_has_filled_is_refused_on_all_ranks(tmp_path):
+    def check(rank):
+        params = params_of(w=(9, 20), b=(20,))
+        optimizer = make(params)
+        step(params, optimizer)
+        before, refusals = states_of(optimizer), []
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path)
+        filled = optimizer.sharded_state_dict()
+        dcp.load(filled, checkpoint_id=tmp_path)
+        for given in (optimizer.sharded_state_dict(), {"optimizer": filled} if rank else filled):
+            with pytest.raises(ValueError, match="rank") as error:
+                optimizer.load_sharded_state_dict(given)
+            refusals.append(str(error.value))
+        assert equal(states_of(optimizer), before)
+        return refusals
+
+    for unfilled, wrapped in on_ranks(2, check):
+        assert re.search(r"rank 0: \d states have not been loaded, exp_avg of 'w' for one", unfilled)
+        assert "rank 1: this is no sharded_state_dict()" in wrapped
+
+
+def test_before_a_first_step_there_is_nothing_and_it_stays_so(tmp_path):
+    def check(rank):
+        params = params_of(w=(9, 20), b=(20,))
+        fresh = make(params)
+        before = [p.detach().clone() for p in params.values()]
+        dcp.save(fresh.sharded_state_dict(), checkpoint_id=tmp_path)
+        assert fresh.state_dict()["state"] == {}
+        assert equal([p.detach() for p in params.values()], before)
+        saved = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+        assert not [key for key in saved if key.startswith("state.")]
+        step(params, fresh, 2)
+        load(fresh, tmp_path)
+        assert fresh.state_dict()["state"] == {}
+        assert not fresh.state
+        with torch.no_grad():
+            for p, value in zip(params.values(), before, strict=True):
+                p.copy_(value)
+        step(params, fresh)  # as a first step is
+        return [p.detach().clone() for p in params.values()]
+
+    def alone():
+        params = params_of(w=(9, 20), b=(20,))
+        optimizer = torch.optim.AdamW(params.values(), lr=0.1, fused=True)
+        step(params, optimizer)
+        return [p.detach() for p in params.values()]
+
+    for result in on_ranks(2, check):
+        torch.testing.assert_close(result, alone(), rtol=0, atol=1e-6)
+
+
+def test_a_skipped_first_step_and_a_parameter_never_used_are_what_they_are(tmp_path):
+    def check(rank, folder):
+        params = params_of(w=(9, 20), b=(20,), unused=(70,))
+        optimizer = make(params)
+        params["w"].sum().backward()
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+        optimizer.zero_grad()
+        (params["w"] * 2).sum().backward()
+        optimizer.step()
+        params["b"].sum().backward()
+        optimizer.step()
+        (params["b"] * 3).sum().backward()
+        optimizer.step()
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=folder)
+        optimizer = make(params)
+        load(optimizer, folder)
+        return {i: float(state["step"]) for i, state in optimizer.state_dict()["state"].items()}
+
+    steps = {}
+    for of_rank in on_ranks(3, check, tmp_path):
+        steps |= of_rank
+    assert steps == {0: 1.0, 1: 2.0}
+
+
+def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(tmp_path):
+    def check(rank):
+        params = params_of(w=(9, 20), b=(20,))
+        optimizer = make(params)
+        step(params, optimizer)
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "0")
+        with optimizer.no_sync():
+            params["w"].sum().backward()
+        said = refusal(lambda: dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "1"))
+        load(optimizer, tmp_path / "0")  # reading is another thing
+        optimizer.step()
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "2")
+        for set_to_none in (True, False):
+            params["b"].sum().backward()
+            optimizer.zero_grad(set_to_none)
+            dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / f"3{set_to_none}")
+        return said
+
+    for said in on_ranks(2, check):
+        assert re.search("rank 0: parameter 'w' has a gradient that no step has used", said)
+
+
+def test_saving_in_the_background_takes_a_picture(tmp_path):
+    def check(rank):
+        params = params_of(w=(9, 20), b=(20,))
+        optimizer = make(params)
+        step(params, optimizer)
+        before = states_of(optimizer)
+        group = dist.new_group()  # what the other thread says must not come between what this one says
+        future = dcp.async_save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "one", process_group=group)
+        step(params, optimizer, 3)
+        params["w"].sum().backward()  # the picture has been taken: this is no concern of its
+        future.result()
+        optimizer.step()
+        load(optimizer, tmp_path / "one")
+        assert equal(states_of(optimizer), before)
+        with pytest.raises(TypeError, match=r"async_stager=DefaultStager\(StagingOptions"):
+            dcp.async_save(optimizer.sharded_state_dict(), storage_writer=FileSystemWriter(tmp_path / "two"))
+
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("planner", [None, ShardedLoadPlanner])
+def test_plain_adamw_reads_and_is_read(tmp_path, planner):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.b = params_of(w=(9, 20), b=(20,)).values()
+            self.w.data = self.w.data.t().contiguous().t()
+
+    def plain(state_dict=None):
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        if state_dict is None:
+            return net, optimizer, get_optimizer_state_dict(net, optimizer, options=options)
+        set_optimizer_state_dict(net, optimizer, state_dict, options=options)
+        return net, optimizer
+
+    def write(rank):
+        net = Net()
+        optimizer = make(dict(net.named_parameters()), weight_decay=0.5)
+        step(dict(net.named_parameters()), optimizer, 2)
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "sharded")
+        return [p.detach().clone() for p in net.parameters()]
+
+    def read(rank):
+        net = Net()
+        optimizer = make(dict(net.named_parameters()))
+        state_dict = optimizer.sharded_state_dict()
+        dcp.load(state_dict, checkpoint_id=tmp_path / "plain", planner=planner and planner())
+        optimizer.load_sharded_state_dict(state_dict)
+        with torch.no_grad():
+            for p, value in zip(net.parameters(), weights, strict=True):
+                p.copy_(value)
+        step(dict(net.named_parameters()), optimizer, 2)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.5
+        return [p.detach().clone() for p in net.parameters()]
+
+    weights = on_ranks(2, write)[0]
+    _, _, state_dict = plain()
+    dcp.load(state_dict, checkpoint_id=tmp_path / "sharded")
+    net, optimizer = plain(state_dict)
+    dcp.save(
+        get_optimizer_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)),
+        checkpoint_id=tmp_path / "plain",
+    )
+    with torch.no_grad():
+        for p, value in zip(net.parameters(), weights, strict=True):
+            p.copy_(value)
+    step(dict(net.named_parameters()), optimizer, 2)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    for result in on_ranks(3, read):
+        torch.testing.assert_close(result, [p.detach() for p in net.parameters()], rtol=0, atol=1e-6)
+
+
+def test_fsdp_reads_and_is_read(tmp_path):
+    def check(rank):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(9, 20), nn.Linear(20, 3))
+        params = dict(copy.deepcopy(net).named_parameters())
+        fully_shard(net)
+        fsdp = torch.optim.AdamW(net.parameters(), lr=0.1)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        net(torch.ones(2, 9)).sum().backward()
+        fsdp.step()
+        saved = get_optimizer_state_dict(net, fsdp, options=options)
+        dcp.save(saved, checkpoint_id=tmp_path / "fsdp")
+        optimizer = make(params)
+        load(optimizer, tmp_path / "fsdp")
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "sharded")
+        whole = {key: value.full_tensor() for key, value in saved.items() if hasattr(value, "full_tensor")}
+        zeros = {key: torch.zeros_like(value) for key, value in saved.items() if key in whole}
+        dcp.load(zeros, checkpoint_id=tmp_path / "sharded")
+        assert len(whole) == 8
+        assert equal({key: value.full_tensor() for key, value in zeros.items()}, whole)
+
+    on_ranks(2, check)
