@@ -1,10 +1,12 @@
 """DeepSpeed in forked ranks on the CPU, a model for it to train, and what plain torch makes of the same batches."""
 
+import gc
 import logging
 import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -30,6 +32,7 @@ SCALE_POWER = 8
 def initialize(rank: int) -> None:
     """In each rank, first. The shared memory operator isn't built: gloo does what it does."""
     warnings.simplefilter("ignore")  # DeepSpeed's and torch's own
+    gc.freeze()  # stage 3 collects garbage whenever it is built, and need not look through all modules for it
     deepspeed.utils.logger.setLevel(logging.ERROR)
     for name in deepspeed.ops.__compatible_ops__:
         if "shm" in name:
@@ -134,7 +137,7 @@ def masters(engine: Any) -> list[torch.Tensor]:
     optimizer = engine.optimizer
     params = list(engine.module.parameters())
     if hasattr(optimizer, "fp32_groups"):
-        found = zip(sum(optimizer.fp16_groups, []), sum(optimizer.fp32_groups, []), strict=True)
+        found = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
         by_param = {id(param): weight.detach().clone() for param, weight in found}
     elif hasattr(optimizer, "fp32_groups_flat") and hasattr(optimizer, "fp16_groups_flat"):
         by_param = {}
@@ -146,6 +149,11 @@ def masters(engine: Any) -> list[torch.Tensor]:
     else:
         return [deepspeed.utils.safe_get_full_fp32_param(param).detach().clone().cpu() for param in params]
     return [by_param[id(param)] for param in params]
+
+
+def distance(engine: Any, weights: Iterable[torch.Tensor]) -> float:
+    """The largest difference to these fp32 weights."""
+    return max((a - b).abs().max().item() for a, b in zip(masters(engine), weights, strict=True))
 
 
 @dataclass
@@ -177,7 +185,7 @@ class Reference:
         return norm
 
     def _mean_grads(self, step: int, scale: float) -> list[torch.Tensor]:
-        """Rounded where DeepSpeed rounds: stages 2 and 3 average each micro-batch over the ranks, the others the sum."""
+        """Rounded where DeepSpeed rounds: stages 2 and 3 average each micro-batch over ranks, the others their sum."""
         micros = range(self.case.accumulation)
         if self.case.stage < 2:
             return _averages([self._grads(rank, step, micros, scale) for rank in range(RANKS)])

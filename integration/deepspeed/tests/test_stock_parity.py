@@ -10,8 +10,7 @@ from stepstack_deepspeed import plug
 from stepstack_testing import on_ranks
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: nox -s 'engines(deepspeed)'")
-import stock
+stock = pytest.importorskip("stock", reason="needs DeepSpeed: nox -s 'engines(deepspeed)'")
 
 STEPS = 3
 CASES = [
