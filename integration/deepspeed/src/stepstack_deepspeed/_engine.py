@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepstack import OptimizerStep, StepResult
+from stepstack_deepspeed import _engine_checkpoint
 from stepstack_deepspeed._config import Config
 from stepstack_deepspeed._precision import scaled
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
@@ -49,9 +52,12 @@ class Engine(nn.Module):
         """Steps of the optimizer, skipped ones included."""
         self.global_samples = 0
         """What all ranks have seen in these."""
+        self.scaler = optimizer_step.scaler if config.precision.loss_scale is not None else None
+        """Of the loss, with fp16."""
+        self.applied_steps = optimizer_step.applied_steps
+        """Steps of the optimizer that changed the parameters: 0-d fp32, on the device."""
         self._config = config
         self._optimizer_step = optimizer_step
-        self._scaler = optimizer_step.scaler if config.precision.loss_scale is not None else None
         self._skipped_steps = torch.zeros_like(optimizer_step.applied_steps)
         self._result: StepResult | None = None
         self._last_step_was_whole = False
@@ -75,7 +81,7 @@ class Engine(nn.Module):
         if scale_wrt_gas and self._config.batch.accumulation > 1:
             loss = loss / self._config.batch.accumulation
         with self._reducing_or_not():
-            torch.autograd.backward(scaled(loss, self._scaler), retain_graph=retain_graph)
+            torch.autograd.backward(scaled(loss, self.scaler), retain_graph=retain_graph)
         self._backwards += 1
         return loss
 
@@ -85,7 +91,7 @@ class Engine(nn.Module):
         Each such backward reduces the gradients, unless it is in `no_sync()`.
         """
         self._backwards += 1
-        return scaled(loss / self._config.batch.accumulation, self._scaler)
+        return scaled(loss / self._config.batch.accumulation, self.scaler)
 
     def step(self, lr_kwargs: None = None) -> None:
         """Count a micro-batch, and at the end of an accumulation make a step of the optimizer.
@@ -154,13 +160,61 @@ class Engine(nn.Module):
         """How many steps of the optimizer changed nothing, since a gradient was not finite. Waits."""
         return int(self._skipped_steps)
 
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._skipped_steps.fill_(number)
+
     def loss_scale(self) -> float:
         """What the loss is multiplied by, 1 without fp16. Waits."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, for the next step. Waits, if a schedule has made it a tensor."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write everything into `save_dir/tag`, complete or not at all; return the checkpoint's path.
+
+        Every rank calls this, between a step and the next backward, and writes its share. `tag` is `global_step{n}`
+        unless given. `client_state` consists of numbers, text, lists, dicts and the like (see
+        `stepstack.save_checkpoint`). `save_latest` writes the tag into `save_dir/latest`, when all is complete.
+        """
+        if exclude_frozen_parameters:
+            raise ValueError("exclude_frozen_parameters is true: a checkpoint has the whole model")
+        return _engine_checkpoint.save(self, save_dir, tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[Path | None, Any]:
+        """Make everything what it was, on any number of ranks and in any stage; return the path and the client state.
+
+        Every rank calls this. Without a tag it is the one in `load_dir/latest`; (None, None), and a log message, if
+        there is none. What isn't loaded stays as it is: counts go with all but `load_module_only`.
+        `stepstack.CheckpointError`, on every rank, for what is incomplete or doesn't fit; then nothing has changed.
+        """
+        if not load_module_strict:
+            raise ValueError("load_module_strict is false: a checkpoint must have the model's names, all of them")
+        return _engine_checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
 
     def train_batch_size(self) -> int:
         """Samples in a step of the optimizer, of all ranks."""

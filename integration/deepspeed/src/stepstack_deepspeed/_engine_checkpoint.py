@@ -1,0 +1,110 @@
+"""Checkpoints of an engine: stepstack's, in a folder for each tag, with the file `latest` beside them."""
+
+import logging
+import os
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import stepstack
+from stepstack_deepspeed._processes import this_rank
+from stepstack_sharded_states import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from stepstack_deepspeed._engine import Engine
+
+log = logging.getLogger("stepstack_deepspeed")
+
+_LATEST = "latest"
+
+
+def save(engine: "Engine", folder: str | PathLike[str], tag: str | None, client_state: Any, save_latest: bool) -> Path:
+    """Write `folder/tag/step_N`, and then `folder/latest`. Every rank calls this."""
+    folder = Path(folder)
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    path = stepstack.save_checkpoint(
+        folder / tag,
+        model=engine.module,
+        optimizer=engine.optimizer,
+        scheduler=Progress(engine),
+        extra=client_state,
+        step=engine.global_steps,
+        keep=1,
+    )
+    if save_latest and this_rank() == 0:
+        aside = folder / f"{_LATEST}.new"
+        aside.write_text(tag)
+        os.replace(aside, folder / _LATEST)
+    if dist.is_initialized():
+        dist.barrier()
+    return path
+
+
+def load(
+    engine: "Engine",
+    folder: str | PathLike[str],
+    tag: str | None,
+    *,
+    optimizer_states: bool,
+    lr_scheduler_states: bool,
+    module_only: bool,
+) -> tuple[Path | None, Any]:
+    """Make the engine what it was, or the parts of it that are asked for. Every rank calls this."""
+    folder = Path(folder)
+    if tag is None:
+        latest = folder / _LATEST
+        if not latest.is_file():
+            log.warning("there is no checkpoint to load: %s does not exist, and no tag was given", latest)
+            return None, None
+        tag = latest.read_text().strip()
+    schedule = engine.lr_scheduler
+    before = {} if schedule is None else schedule.state_dict()
+    optimizer_states = optimizer_states and not module_only
+    loaded = stepstack.load_checkpoint(
+        folder / str(tag),
+        model=engine.module,
+        optimizer=engine.optimizer if optimizer_states else None,
+        scheduler=None if module_only else Progress(engine, scale=optimizer_states, lr_scheduler=lr_scheduler_states),
+    )
+    if not optimizer_states and isinstance(engine.optimizer, ShardedOptimizer):
+        engine.optimizer.refresh_from_model()
+    if schedule is not None:  # the rates in the optimizer's groups are those of the checkpoint now
+        goes_on = lr_scheduler_states and not module_only
+        schedule.load_state_dict(schedule.state_dict() if goes_on else before)
+    return loaded.path, loaded.extra
+
+
+class Progress:
+    """What an engine has counted, its loss scale and its schedule, as a state dict. Reading it waits."""
+
+    def __init__(self, engine: "Engine", *, scale: bool = True, lr_scheduler: bool = True) -> None:
+        self._engine, self._scale, self._schedule = engine, scale, lr_scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "skipped_steps": engine.skipped_steps,
+            "applied_steps": int(engine.applied_steps),
+            "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
+            "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """An unfinished accumulation begins anew. A loss scale that wasn't saved stays as it is."""
+        engine = self._engine
+        if self._schedule and engine.lr_scheduler is not None:
+            if state_dict["lr_scheduler"] is None:
+                raise ValueError("it was saved without a schedule: load_lr_scheduler_states=False starts one anew")
+            engine.lr_scheduler.load_state_dict(state_dict["lr_scheduler"])
+        if self._schedule:
+            engine.applied_steps.fill_(state_dict["applied_steps"])
+        if self._scale and engine.scaler is not None and state_dict["scaler"] is not None:
+            engine.scaler.load_state_dict(state_dict["scaler"])
+        engine.global_steps = state_dict["global_steps"]
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        engine.global_samples = state_dict["global_samples"]
+        engine.skipped_steps = state_dict["skipped_steps"]
