@@ -158,7 +158,7 @@ def test_an_optimizer_step_brings_its_schedule_and_its_scaler(tmp_path, on_the_d
         model, optimizer = make(FusedAdamW)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         if on_the_device:
-            schedule = torch.reciprocal
+            schedule = torch.special.exp2
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         return model, OptimizerStep(optimizer, max_norm=1.0, scaler=scaler, lr_scheduler=schedule)
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import deepcopy
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from stepstack import _folder
 from stepstack._contents import Contents
 from stepstack._folder import VALUES, Marker
-from stepstack._ranks import Ranks
+from stepstack._ranks import CheckpointError, Ranks
 from stepstack._step import OptimizerStep
 from stepstack._storage import read_metadata, read_tensors, write_tensors
 from stepstack._values import from_text, to_text
@@ -147,11 +148,16 @@ def load_checkpoint(
     if contents.parts:
         ranks.each(lambda: _check_files(checkpoint, marker, ranks))
         metadata = ranks.each(lambda: read_metadata(checkpoint, marker))
-        tensors, sources = ranks.each(lambda: contents.wanted(metadata, values))
-    contents.take_carried(ranks, values)
-    if contents.parts:
-        read_tensors(checkpoint, metadata, tensors, sources, ranks)
-        ranks.each(lambda: contents.take(tensors, values))
+        wanted = ranks.each(lambda: contents.wanted(metadata, values))
+    before = ranks.each(lambda: deepcopy(contents.carried_states()))
+    try:
+        ranks.each(lambda: contents.carried_over(values))
+        if contents.parts:
+            read_tensors(checkpoint, metadata, wanted, ranks)
+    except CheckpointError:
+        contents.carried_over(before)
+        raise
+    ranks.each(lambda: contents.take(wanted.into if contents.parts else {}, values))
     return LoadedCheckpoint(marker.step, values["extra"], checkpoint)
 
 

@@ -1,16 +1,17 @@
 """What a checkpoint is of: the objects whose tensors ranks share, and those with a few values of their own."""
 
-from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from stepstack._ranks import CheckpointError, Ranks
-from stepstack._states import MASTER, Kept, ModelPart, OptimizerPart, Part, names_of, owners
+from stepstack._states import MASTER, Kept, ModelPart, OptimizerPart, Part, ShardedOptimizerPart, names_of, owners
 from stepstack._step import OptimizerStep
-from stepstack._storage import Entry, entries_of
+from stepstack._storage import Wanted, entries_of
+from stepstack_sharded_states import ShardedOptimizer
+
+T = TypeVar("T")
 
 
 class Contents:
@@ -49,7 +50,10 @@ class Contents:
                 raise TypeError(f"optimizer must be a torch optimizer or OptimizerStep, got {type(optimizer).__name__}")
             if model is None:
                 raise ValueError("with the optimizer, its model is needed too: a checkpoint goes by the model's names")
-            self.parts["optimizer"] = OptimizerPart(optimizer, names_of(model))
+            if isinstance(optimizer, ShardedOptimizer):
+                self.parts["optimizer"] = ShardedOptimizerPart(optimizer, names_of(model))
+            else:
+                self.parts["optimizer"] = OptimizerPart(optimizer, names_of(model))
 
     def kept(self) -> dict[str, Kept]:
         """What to write of the parts."""
@@ -61,8 +65,8 @@ class Contents:
         """What to write of what is carried along."""
         return {name: thing.state_dict() for name, thing in self._carried.items()}
 
-    def wanted(self, metadata: Metadata, values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors to read into, and what each is called in the checkpoint. ValueError where something doesn't fit.
+    def wanted(self, metadata: Metadata, values: dict[str, Any]) -> Wanted:
+        """What to read. ValueError where the checkpoint doesn't fit.
 
         A weight and its master copy stand in for each other: a checkpoint without masters gives the weights for them,
         and the masters are read into weights that can hold more than those which were saved.
@@ -70,45 +74,37 @@ class Contents:
         entries = entries_of(metadata)
         sources = {name: name for name in entries}
         for name in owners("param_groups", values["optimizer"]):
-            weight, master = f"model.{name}", f"optimizer.state.{name}.{MASTER}"
-            sources.setdefault(master, weight)
-        tensors: dict[str, Tensor] = {}
+            if f"model.{name}" in entries:
+                sources.setdefault(_master_of(name), f"model.{name}")
+        wanted = Wanted({}, sources, {})
         for kind, part in self.parts.items():
-            offered = {
-                name.removeprefix(f"{kind}."): entries[source]
-                for name, source in sources.items()
-                if name.startswith(f"{kind}.") and source in entries
-            }
-            tensors |= {f"{kind}.{name}": tensor for name, tensor in part.wanted(offered, values[kind]).items()}
-        for name, tensor in tensors.items():
-            master = f"optimizer.state.{name.removeprefix('model.')}.{MASTER}"
-            if name.startswith("model.") and master in entries and _holds_more(tensor, entries[name]):
-                sources[name] = master
-        return tensors, sources
+            offered = within(kind, {name: entries[source] for name, source in sources.items()})
+            read = part.wanted(offered, values[kind])
+            wanted.into.update({f"{kind}.{name}": into for name, into in read.items()})
+            if part.takes_values_with_tensors:
+                wanted.values.update({f"{kind}.{name}": value for name, value in values[kind].items()})
+        for name, weight in within("model", wanted.into).items():
+            if _master_of(name) in entries and weight.itemsize > entries[f"model.{name}"].dtype.itemsize:
+                sources[f"model.{name}"] = _master_of(name)
+        return wanted
 
-    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def take(self, read: dict[str, Any], values: dict[str, Any]) -> None:
         """The parts become what has been read."""
         for kind, part in self.parts.items():
-            own = {
-                name.removeprefix(f"{kind}."): tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")
-            }
-            part.take(own, values[kind])
+            part.take(within(kind, read), values[kind])
 
-    def take_carried(self, ranks: Ranks, values: dict[str, Any]) -> None:
-        """What is carried becomes what was saved, or CheckpointError, and it stays as it is."""
-        before = ranks.each(lambda: deepcopy(self.carried_states()))
-        try:
-            ranks.each(lambda: self._load_carried(values))
-        except CheckpointError:
-            self._load_carried(before)
-            raise
-
-    def _load_carried(self, values: dict[str, Any]) -> None:
+    def carried_over(self, values: dict[str, Any]) -> None:
+        """What is carried along becomes what was saved."""
         for name, thing in self._carried.items():
             if name not in values:
                 raise ValueError(f"the checkpoint was saved without {name}")
             thing.load_state_dict(values[name])
 
 
-def _holds_more(tensor: Tensor, entry: Entry) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize > entry.dtype.itemsize
+def within(kind: str, names: dict[str, T]) -> dict[str, T]:
+    """Those that begin with `kind.`, without that."""
+    return {name.removeprefix(f"{kind}."): value for name, value in names.items() if name.startswith(f"{kind}.")}
+
+
+def _master_of(name: str) -> str:
+    return f"optimizer.state.{name}.{MASTER}"

@@ -5,6 +5,7 @@ an optimizer. Tensors and other values are apart.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from stepstack._storage import Entry
 from stepstack._values import to_text
 from stepstack_fused_adam import FusedAdamW
+from stepstack_sharded_states import ShardedOptimizer
 
 MASTER = "master_weight"  # in place of which, where an optimizer had none, the weight of the model is offered
 _HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # which is the reader's affair
@@ -34,18 +36,23 @@ class Kept(NamedTuple):
 class Part(Protocol):
     """One of the objects that a checkpoint is of."""
 
+    takes_values_with_tensors: bool
+    """Values are read through torch.distributed.checkpoint like tensors, not only handed to `take`."""
+
     def kept(self) -> Kept:
         """What to write."""
 
-    def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors to read into, by their names in the checkpoint. ValueError where that doesn't fit."""
+    def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
+        """What to read into, by names in the checkpoint. ValueError where that doesn't fit."""
 
-    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def take(self, read: dict[str, Any], values: dict[str, Any]) -> None:
         """Be what has been read."""
 
 
 class ModelPart:
     """Parameters, persistent buffers and extra states. DTensors are kept by shards."""
+
+    takes_values_with_tensors = False
 
     def __init__(self, model: nn.Module) -> None:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -66,12 +73,14 @@ class ModelPart:
             check_fits(f"{name!r} of the model", tensor, entries[name])
         return self._tensors
 
-    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        set_model_state_dict(self._model, {**tensors, **values})
+    def take(self, read: dict[str, Any], values: dict[str, Any]) -> None:
+        set_model_state_dict(self._model, {**read, **values})
 
 
 class OptimizerPart:
     """Any of torch's optimizers, of parameters that are whole or DTensors."""
+
+    takes_values_with_tensors = False
 
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
         # By its name: importing it, which few programs do, takes long and warns.
@@ -117,10 +126,10 @@ class OptimizerPart:
             if state != MASTER or (name in trained and self._may_have_master(name))
         }
 
-    def take(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def take(self, read: dict[str, Any], values: dict[str, Any]) -> None:
         number_of = {name: number for number, name in enumerate(self._params)}
         states: dict[int, dict[str, Any]] = {}
-        for key, value in {**values, **tensors}.items():
+        for key, value in {**values, **read}.items():
             if key.startswith("state."):
                 name, state = _split("state", key)
                 states.setdefault(number_of[name], {})[state] = value
@@ -153,24 +162,58 @@ class OptimizerPart:
         return torch.empty(entry.shape, dtype=entry.dtype)  # load_state_dict brings it to its device
 
     def _groups(self, values: dict[str, Any]) -> list[dict[str, Any]]:
-        """The options of each group. ValueError where parameters of one group have different ones."""
-        options: dict[str, dict[str, Any]] = {name: {} for name in self._params}
-        for key, value in values.items():
-            if key.startswith("param_groups."):
-                name, option = _split("param_groups", key)
-                if option not in _HOW_TO_RUN:
-                    options[name][option] = value
-        groups = []
-        for number, group in enumerate(self._optimizer.param_groups):
-            names = [self._names[param] for param in group["params"]]
-            for name in names[1:]:
-                if to_text(options[name]) != to_text(options[names[0]]):
-                    raise ValueError(
-                        f"{names[0]!r} and {name!r} are in group {number} of the optimizer, but have different options "
-                        f"in the checkpoint: {options[names[0]]} and {options[name]}"
-                    )
-            groups.append(options[names[0]] if names else {})
-        return groups
+        return options_of(
+            ([self._names[param] for param in group["params"]] for group in self._optimizer.param_groups), values
+        )
+
+
+class ShardedOptimizerPart:
+    """A `ShardedOptimizer`, which knows itself which parts of what its ranks have."""
+
+    takes_values_with_tensors = True
+
+    def __init__(self, optimizer: ShardedOptimizer, names: dict[Tensor, str]) -> None:
+        self._optimizer = optimizer
+        self._groups: list[list[str]] = [group.get("param_names", []) for group in optimizer.param_groups]
+        for name in chain.from_iterable(self._groups):
+            if name not in names.values():
+                raise ValueError(
+                    f"parameter {name!r} of the optimizer has another name in the model, or is not in it: make the "
+                    "optimizer with model.named_parameters(), before wrapping the model in anything"
+                )
+
+    def kept(self) -> Kept:
+        state_dict = self._optimizer.sharded_state_dict()
+        tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+        return Kept(tensors, {key: value for key, value in state_dict.items() if key not in tensors})
+
+    def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
+        options_of(self._groups, values)
+        return self._optimizer.sharded_state_dict()
+
+    def take(self, read: dict[str, Any], values: dict[str, Any]) -> None:
+        self._optimizer.load_sharded_state_dict(read)
+
+
+def options_of(groups: Iterable[list[str]], values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a checkpoint says of groups of parameters. ValueError where parameters of one group differ in that."""
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key.startswith("param_groups."):
+            name, option = _split("param_groups", key)
+            if option not in _HOW_TO_RUN:
+                options.setdefault(name, {})[option] = value
+    found = []
+    for number, names in enumerate(groups):
+        of_group = [options.get(name, {}) for name in names]
+        for name, other in zip(names, of_group, strict=True):
+            if to_text(other) != to_text(of_group[0]):
+                raise ValueError(
+                    f"{names[0]!r} and {name!r} are in group {number} of the optimizer, but have different options in "
+                    f"the checkpoint: {of_group[0]} and {other}"
+                )
+        found.append(of_group[0] if of_group else {})
+    return found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -7,21 +7,30 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
 from stepstack._folder import METADATA, Marker, Record, read
 from stepstack._ranks import CheckpointError, Ranks, words_of
+from stepstack_sharded_states import ShardedLoadPlanner
 
 # What the metadata consists of. None of these does anything but hold what it is given.
 _DCP = "torch.distributed.checkpoint"
@@ -46,6 +55,14 @@ class Entry(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+class Wanted(NamedTuple):
+    """What to read: by name, into what; what each name is called in the checkpoint; and values, which are known."""
+
+    into: dict[str, Any]
+    sources: dict[str, str]
+    values: dict[str, Any]
 
 
 def write_tensors(
@@ -87,21 +104,19 @@ def entries_of(metadata: Metadata) -> dict[str, Entry]:
     }
 
 
-def read_tensors(
-    checkpoint: Path, metadata: Metadata, tensors: dict[str, Tensor], sources: dict[str, str], ranks: Ranks
-) -> None:
-    """Fill tensors, each from what `sources` says it is called in the checkpoint. Shapes are the same."""
-    entries = {name: metadata.state_dict_metadata[sources[name]] for name in tensors}
+def read_tensors(checkpoint: Path, metadata: Metadata, wanted: Wanted, ranks: Ranks) -> None:
+    """Fill `wanted.into`, whose tensors have the shapes of those in the checkpoint."""
+    entries: dict[str, Any] = {name: metadata.state_dict_metadata[source] for name, source in wanted.sources.items()}
     places = {
-        MetadataIndex(name, chunk.offsets): metadata.storage_data[MetadataIndex(sources[name], chunk.offsets)]
+        MetadataIndex(name, chunk.offsets): metadata.storage_data[MetadataIndex(wanted.sources[name], chunk.offsets)]
         for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks
     }
-    reader = _Reader(checkpoint, Metadata(entries, storage_data=places))
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    entries |= dict.fromkeys(wanted.values, BytesStorageMetadata())
+    reader = _Reader(checkpoint, Metadata(entries, storage_data=places, storage_meta=StorageMeta()), wanted.values)
+    planner = ShardedLoadPlanner(flatten_state_dict=False)
     with _in_our_words(ranks):
-        load(tensors, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
+        load(wanted.into, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
 
 
 class _Writer(FileSystemWriter):
@@ -170,15 +185,24 @@ class _CopyingPlanner(DefaultSavePlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads by metadata that have been read and checked already."""
+    """Reads by metadata that have been checked, and values that have been read, already."""
 
-    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+    def __init__(self, checkpoint: Path, metadata: Metadata, values: dict[str, Any]) -> None:
         super().__init__(checkpoint)
-        self._metadata = metadata
+        self._metadata, self._values = metadata, values
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._metadata.storage_meta = StorageMeta()
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                as_bytes = io.BytesIO()
+                torch.save(self._values[item.storage_index.fqn], as_bytes)
+                as_bytes.seek(0)
+                planner.load_bytes(item, as_bytes)
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        return super().read_data(replace(plan, items=tensors), planner)
 
 
 class _Unpickler(pickle.Unpickler):
