@@ -1,4 +1,4 @@
-"""The model of the comparisons: y = Σ (i + 1)·pᵢ·x, whose parameters take turns in two groups and are cut by buckets."""
+"""The model of the comparisons: y = Σ (i + 1)·pᵢ·x. Its parameters take turns in two groups and are cut by slices."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def side_by_side():
 
 
 def _side_by_side(rank, sync_always=False, adam_class=torch.optim.AdamW, dtype=torch.float32, **arguments):
-    """The largest relative difference in outputs, input gradients and parameters, over three steps of three micro-batches."""
+    """The largest relative difference in outputs, input gradients and parameters, in three steps of three backwards."""
     theirs, model = Replicated(dtype, adam_class), Interleaved(dtype)
     ours = DistributedFusedAdam(model.groups(), bucket_cap_mb=BUCKET, **{**ADAM, **arguments})
     worst = 0.0

@@ -48,6 +48,11 @@ class Meshes(NamedTuple):
     experts: DeviceMesh | None
     """Of their own where Megatron has set up groups for them and this rank has some."""
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Those of all axes."""
+        return [group for mesh in self if mesh is not None for group in mesh.get_all_groups()]
+
     @classmethod
     def of(
         cls,

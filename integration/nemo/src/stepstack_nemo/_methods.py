@@ -151,7 +151,7 @@ class ApexMethods(ShardedOptimizer):
         found = self._unscale(grads, inv_scale)
         if found_inf is not None:
             found = torch.maximum(found, (found_inf.reshape(()).to(found) != 0).float())
-        found = agree_on(found, [mesh for mesh in self._meshes if mesh is not None])
+        found = agree_on(found, self._meshes.groups)
         if grad_scaler is not None:
             tell_scaler(grad_scaler, self, found)
         return {found.device: found}

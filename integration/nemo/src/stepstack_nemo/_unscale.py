@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 
@@ -24,12 +24,11 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor) -> Tensor:
     return found_inf
 
 
-def agree_on(found_inf: Tensor, meshes: Iterable[DeviceMesh]) -> Tensor:
-    """The maximum over the ranks of all meshes, left in it. Collective."""
-    for mesh in meshes:
-        for group in mesh.get_all_groups():
-            if group.size() > 1:
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+def agree_on(found_inf: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
+    """The maximum over the ranks of all groups, left in it. Collective."""
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
     return found_inf
 
 
