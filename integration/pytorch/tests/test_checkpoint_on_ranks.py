@@ -1,5 +1,8 @@
 """A run that is saved on some ranks goes on, on others, as if nothing had been."""
 
+import re
+import shutil
+
 import gpt
 import pytest
 import torch
@@ -8,7 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from stepstack import CheckpointError, OptimizerStep, async_save_checkpoint, load_checkpoint, save_checkpoint
+from stepstack import (
+    CheckpointError,
+    OptimizerStep,
+    _folder,
+    _storage,
+    async_save_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from stepstack_fused_adam import FusedAdamW
 from stepstack_sharded_states import ShardedOptimizer
 from stepstack_testing import RankError, on_ranks
@@ -119,8 +130,108 @@ def written(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("reader", WAYS)
-@pytest.mark.parametrize("writer", WAYS)
-def test_a_run_goes_on_in_any_other_way(written, unbroken, writer, reader):
+PAIRS = [(writer, list(WAYS)[(place + away) % len(WAYS)]) for place, writer in enumerate(WAYS) for away in (1, 3)]
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_a_run_goes_on_in_another_way(written, unbroken, writer, reader):
     losses = run_on(reader, go_on, written(writer))
     torch.testing.assert_close(losses, unbroken, rtol=0, atol=1e-5)
+
+
+def test_a_save_beside_training_has_what_was_there_when_it_began(tmp_path, unbroken):
+    def save_and_go_on(model, optimizer):
+        losses = train(model, optimizer, range(BEFORE))
+        pending = async_save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=BEFORE, extra=losses)
+        train(model, optimizer, range(BEFORE, BEFORE + 3))
+        assert pending.result() == tmp_path / "step_3"
+
+    run_on("sharded over 2", save_and_go_on)
+    torch.testing.assert_close(run_on("sharded over 3", go_on, tmp_path), unbroken, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["sharded over 2, twice", "FSDP2 over 2, twice"])
+def test_each_number_is_written_once_and_ranks_share_the_work(written, way):
+    path = written(way) / "step_3"
+    metadata = _storage.read_metadata(path, _folder.read_marker(path))
+    for entry in metadata.state_dict_metadata.values():
+        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel()
+    sizes = [file.stat().st_size for file in path.glob("*.distcp")]
+    assert max(sizes) < 0.7 * sum(sizes)
+
+
+def errors_of(ranks, function):
+    """What ranks raise: all of them the same, a CheckpointError."""
+    with pytest.raises(RankError) as raised:
+        on_ranks(ranks, function)
+    errors = raised.value.errors
+    assert sorted(errors) == list(range(ranks))
+    assert {type(error) for error in errors.values()} == {CheckpointError}
+    (words,) = {str(error) for error in errors.values()}
+    return words
+
+
+def test_a_rank_that_cannot_write_lets_all_fail_and_the_next_save_works(tmp_path):
+    def save_twice(rank):
+        model, optimizer = sharded()
+        train(model, optimizer, range(1))
+        save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+        write = _storage._Summed.write
+        if rank == 1:
+            _storage._Summed.write = no_space
+        try:
+            save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
+        except CheckpointError:
+            _storage._Summed.write = write
+            assert load_checkpoint(tmp_path, model=model, optimizer=optimizer).step == 1
+            save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=3)
+            raise
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    assert errors_of(2, save_twice) == "rank 1: OSError: [Errno 28] No space left on device"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
+
+
+@pytest.mark.parametrize("harm", ["a byte", "a name", "a shape", "an option"])
+def test_a_refusal_is_the_same_on_all_ranks_and_changes_nothing(written, tmp_path, harm):
+    folder = shutil.copytree(written("sharded over 3"), tmp_path / "run")
+    if harm == "a byte":
+        file = folder / "step_3/__1_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 255
+        file.write_bytes(data)
+
+    def load(rank):
+        torch.manual_seed(0)
+        model = gpt.GPT(**{**gpt.SIZES["tiny"], "layers": 1 + (harm != "a name"), "context": 32})
+        if harm == "a shape":
+            model.norm = torch.nn.RMSNorm(31)
+        groups = list(model.named_parameters()) if harm == "an option" else groups_of(model)
+        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, **OPTIONS)
+        before = [tensor.clone() for tensor in model.state_dict().values()]
+        try:
+            load_checkpoint(folder, model=model, optimizer=optimizer)
+        finally:
+            assert not optimizer.state
+            assert all(map(torch.equal, before, model.state_dict().values()))
+
+    said = {
+        "a byte": "rank . __1_0.distcp is damaged",
+        "a name": "the checkpoint has 'blocks.1.attention_norm.weight', .* which the model lacks",
+        "a shape": "'norm.weight' of the model has shape .31,., in the checkpoint .32,.",
+        "an option": "are in group 0 of the optimizer, but have different options",
+    }
+    words = errors_of(2, load)
+    assert re.search(said[harm].replace("rank . ", "rank .: .*"), words)
+
+
+def test_in_the_middle_of_accumulation_nothing_is_saved(tmp_path):
+    def save_early(rank):
+        model, optimizer = sharded()
+        train(model, optimizer, range(1))
+        model.loss(torch.zeros(1, 33, dtype=torch.long)).backward()
+        save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+    assert "gradient" in errors_of(2, save_early)
