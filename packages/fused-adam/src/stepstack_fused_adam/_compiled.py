@@ -5,13 +5,12 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from stepstack_fused_adam import _compiler
 from stepstack_fused_adam._block8 import BLOCK
 from stepstack_fused_adam._compiler import SMALLEST, Case
 from stepstack_fused_adam._hyperparameters import Hyperparameters
-from stepstack_fused_adam._run import Run, arithmetic, flat
+from stepstack_fused_adam._run import Run, apart, arithmetic, flat
 from stepstack_fused_adam._torch import Tensors, TorchStep
 
 _TOGETHER = 8  # runs in a call, where there are so many: after a long run, the code of a call is in no cache any more
@@ -41,9 +40,8 @@ class CompiledStep:
             case = self._case(places, by)
             done = _compiler.is_compiled(case) and _compiler.call(
                 case,
-                # Apart: torch.compile would make a case of every kind of view and of small offsets.
-                [from_dlpack(params[place]) for place in places],
-                [from_dlpack(grads[place]) for place in places],
+                [apart(params[place]) for place in places],
+                [apart(grads[place]) for place in places],
                 [self._runs[place].apart for place in places],
                 [self._runs[place].step if never is None else never for place in places],
                 scalars,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from stepstack_fused_adam._block8 import blocks
 from stepstack_fused_adam._definition import States
@@ -64,8 +64,8 @@ class Run:
 
     @cached_property
     def apart(self) -> States:
-        """The states, flat, as tensors that are nobody's views and start at offset 0."""
-        return _states(None if tensor is None else from_dlpack(tensor) for tensor in self.flat.states)
+        """The states, flat, each `apart`."""
+        return _states(None if tensor is None else apart(tensor) for tensor in self.flat.states)
 
     def extended(self, numel: int) -> "Run":
         """The flat run of `numel` elements that starts where this one does."""
@@ -112,6 +112,14 @@ def local(tensor: Tensor) -> Tensor:
 def flat(tensor: Tensor, numel: int) -> Tensor:
     """`numel` elements of memory from where a dense tensor starts, in physical order."""
     return tensor.detach().as_strided((numel,), (1,))
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that is nobody's view and starts at offset 0.
+
+    torch.compile would make a case of every kind of view, and of small offsets.
+    """
+    return from_dlpack(to_dlpack(tensor))
 
 
 def is_dense(tensor: Tensor) -> bool:
