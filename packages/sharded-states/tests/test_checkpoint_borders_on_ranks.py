@@ -1,4 +1,4 @@
-"""What checkpoints refuse, and what they are at the edges: before a first step, in mid-accumulation, of other optimizers."""
+"""What checkpoints refuse, and how they are at the edges: before a first step, in mid-accumulation, of others."""
 
 import copy
 import re
@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stepstack_sharded_states import ShardedLoadPlanner, ShardedOptimizer
@@ -44,7 +43,7 @@ def load(optimizer, folder):
 
 
 def states_of(optimizer):
-    return copy.deepcopy({position: state for position, state in optimizer.state_dict()["state"].items()})
+    return copy.deepcopy(optimizer.state_dict()["state"])
 
 
 def refusal(function, *arguments):

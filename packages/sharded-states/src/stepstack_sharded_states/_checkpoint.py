@@ -6,10 +6,9 @@ A master weight is one more state, `master_weight`.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -19,16 +18,21 @@ from stepstack_sharded_states._bucket import Bucket
 from stepstack_sharded_states._chunks import Chunks, Holding
 from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._named import MASTER, Named, NumberOfPiece, PieceItself, TensorOfPiece
-from stepstack_sharded_states._options import difference, shown, take_over
+from stepstack_sharded_states._options import check_alike, shown, take_over
 from stepstack_sharded_states._params import Group
 from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, tensors_of
+
+Result = TypeVar("Result")
 
 _LEAST_BOX = 2**16  # elements
 ADVICE = "(not known before its first step: load with planner=stepstack_sharded_states.ShardedLoadPlanner())"
 
 
 class Checkpoint:
-    """One look at an optimizer, for one save or one load: `state_dict()` to be saved, or to be filled and installed."""
+    """One look at an optimizer, for one save or one load: `state_dict()` to be saved, or to be filled and taken.
+
+    `check` raises RuntimeError where nothing may be saved now.
+    """
 
     def __init__(
         self,
@@ -36,9 +40,11 @@ class Checkpoint:
         buckets: Sequence[Bucket],
         inner: Optimizer,
         options: Sequence[dict[str, Any]],
+        meshes: Collection[Ranks],
         check: Callable[[], None],
     ) -> None:
-        self.inner, self._groups, self._options, self._check = inner, groups, options, check
+        self.inner, self.groups, self.options, self.check = inner, groups, options, check
+        self.meshes, self.device = list(meshes), buckets[0].params.device
         check_names(groups)
         self.frozen = {name for group in groups for name, _ in group.frozen}
         self.named: dict[str, Named] = {}
@@ -63,11 +69,10 @@ class Checkpoint:
                     entries[f"state.{name}.{state}"] = self.number(named, state, like.dtype)
                 elif named.piece is not None:
                     entries[f"state.{name}.{state}"] = scalars_of(self.inner, named.piece).get(state, like)
-        for group, options in zip(self._groups, self._options, strict=True):
+        for group, options in zip(self.groups, self.options, strict=True):
             values = shown(options)
-            for name in _names(group):
+            for name in names_in(group):
                 entries |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
-        return entries
         if self.unforeseen:  # nothing is saved under this name, and nobody finds it in a checkpoint
             entries[f"state.{self.unforeseen[0]}.{ADVICE}"] = self.tensor(self.named[self.unforeseen[0]], ADVICE)
         return entries
@@ -84,42 +89,18 @@ class Checkpoint:
         found = boxes((first, last), member.param.shape, member.stride, self._most[named.bucket.ranks])
         place = named.tensors[state]
         return Chunks(
-            Holding(member.param.shape, member.stride, found, place, self._check, (self, named, state)), place.dtype
+            Holding(member.param.shape, member.stride, found, place, self.check, (self, named, state)), place.dtype
         )
 
     def number(self, named: Named, state: str, dtype: torch.dtype) -> Chunks:
         """A state that is one number, which every rank with a piece has."""
         found = [] if named.piece is None else [Box((), (), 0, 1)]
         place, origin = NumberOfPiece(named, state, dtype), (self, named, state)
-        return Chunks(Holding((), (), found, place, self._check, origin), dtype)
+        return Chunks(Holding((), (), found, place, self.check, origin), dtype)
 
-    def problem(self, entries: Mapping[str, Any]) -> str | None:
-        """Why what has been loaded can't be installed, in words."""
-        if not any(key.startswith(("state.", "param_groups.")) for key in entries):
-            return "this is no sharded_state_dict(): it has neither states nor param_groups"
-        missing = []
-        for name, named in self.named.items():
-            there = [state for state in (*named.tensors, *named.numbers) if f"state.{name}.{state}" in entries]
-            named.absent |= not set(there) - {MASTER}
-            for state in there:
-                if not isinstance(entries[f"state.{name}.{state}"], Tensor):
-                    named.loaded.setdefault(state, entries[f"state.{name}.{state}"])
-            missing += [f"{state} of {name!r}" for state in named.missing()]
-        if missing:
-            return (
-                f"{len(missing)} states have not been loaded, {missing[0]} for one: fill the whole of what "
-                "sharded_state_dict() gives with torch.distributed.checkpoint.load, then hand it over"
-            )
-        for group, options in zip(self._groups, self._options, strict=True):
-            names = [member.name for member in group.members]
-            unlike = difference((name, self._loaded_options(name, options, entries)) for name in names)
-            if unlike is not None:
-                return unlike
-        return None
-
-    @torch.no_grad()
-    def install(self, entries: Mapping[str, Any]) -> None:
-        """What has been loaded takes effect on this rank."""
+    def take(self, entries: Mapping[str, Any]) -> None:
+        """What `state_dict()` has been filled with takes effect. ValueError on all ranks if one lacks something."""
+        self.agree(lambda: self._check_loaded(entries))
         numbers: dict[str, list[tuple[Parameter, Any, Any]]] = {}
         for named in self.named.values():
             named.install()
@@ -128,9 +109,53 @@ class Checkpoint:
                     numbers.setdefault(state, []).append((named.piece, value, named.numbers.get(state, value)))
         for state, values in numbers.items():
             set_numbers(self.inner, state, values)
-        for group, options in zip(self._groups, self._options, strict=True):
+        for group, options in zip(self.groups, self.options, strict=True):
             for member in group.members[:1]:
                 take_over(options, self._loaded_options(member.name, options, entries))
+
+    def agree(self, function: Callable[[], Result]) -> Result:
+        """What the function returns; ValueError on every rank of the meshes if it raises that or RuntimeError on one.
+
+        All of them call this.
+        """
+        problem, failed = None, torch.zeros((), device=self.device)
+        try:
+            result = function()
+        except (ValueError, RuntimeError) as error:
+            problem = str(error)
+            failed.fill_(1)
+        for ranks in self.meshes:
+            ranks.all_reduce_max(failed)
+        if failed:  # waits, a few times in a load
+            for ranks in self.meshes:
+                problem = next((said for said in ranks.gather_objects(problem) if said), None)
+            raise ValueError(problem)
+        return result
+
+    def mesh_of(self, key: str) -> Ranks:
+        """The ranks that share what is under a key: those of its parameter, or of the optimizer."""
+        name = key.removeprefix("state.").removeprefix("param_groups.").rpartition(".")[0]
+        return self.named[name].bucket.ranks if name in self.named else self.meshes[0]
+
+    def _check_loaded(self, entries: Mapping[str, Any]) -> None:
+        if not any(key.startswith(("state.", "param_groups.")) for key in entries):
+            raise ValueError(f"{this_rank()}: this is no sharded_state_dict(): it has neither states nor param_groups")
+        missing = []
+        for name, named in self.named.items():
+            there = [state for state in (*named.tensors, *named.numbers) if f"state.{name}.{state}" in entries]
+            named.absent |= not (set(there) - {MASTER} or named.has_loaded())
+            for state in there:
+                if not isinstance(entries[f"state.{name}.{state}"], Tensor):
+                    named.loaded.setdefault(state, entries[f"state.{name}.{state}"])
+            missing += [f"{state} of {name!r}" for state in named.missing()]
+        if missing:
+            raise ValueError(
+                f"{this_rank()}: {len(missing)} states have not been loaded, {missing[0]} for one: fill the whole of "
+                "what sharded_state_dict() gives with torch.distributed.checkpoint.load, then hand it over"
+            )
+        for group, options in zip(self.groups, self.options, strict=True):
+            names = [member.name for member in group.members]
+            check_alike((name, self._loaded_options(name, options, entries)) for name in names)
 
     def _loaded_options(self, name: str, ours: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
         keys = {option: f"param_groups.{name}.{option}" for option in ours}
@@ -147,7 +172,7 @@ class Checkpoint:
         if not tensors and not named.numbers:
             kind = (group, member.shard.dtype, member.shard.device)
             if kind not in self._foresight:
-                self._foresight[kind] = foreseen(self.inner, self._options[group], member.shard)
+                self._foresight[kind] = foreseen(self.inner, self.options[group], member.shard)
             if self._foresight[kind] is None:
                 self.unforeseen.append(member.name)
                 return
@@ -166,7 +191,7 @@ def check_names(groups: Sequence[Group]) -> None:
     """Raise ValueError unless each parameter has a name of its own."""
     seen: set[str] = set()
     for group in groups:
-        for name in _names(group):
+        for name in names_in(group):
             if not group.named:
                 raise ValueError(
                     f"{this_rank()}: a checkpoint knows parameters by name, and parameter {name} has none: make the "
@@ -179,33 +204,19 @@ def check_names(groups: Sequence[Group]) -> None:
             seen.add(name)
 
 
-def checkpoint_of(entries: Mapping[str, Any]) -> Checkpoint | None:
-    """The one that a state dict is from, if it is still what `state_dict()` gave."""
+def checkpoint_of(entries: Mapping[str, Any], otherwise: Checkpoint) -> Checkpoint:
+    """The one whose `state_dict()` this is, for the same optimizer."""
     for value in entries.values():
         if isinstance(value, Chunks) and value.holding.origin is not None:
             checkpoint: Checkpoint = value.holding.origin[0]
-            return checkpoint
-    return None
+            return checkpoint if checkpoint.inner is otherwise.inner else otherwise
+    return otherwise
 
 
-def agree(problem: str | None, meshes: Collection[Ranks], device: torch.device) -> None:
-    """Raise ValueError on every rank of the meshes where one of them has a problem. They all call this."""
-    failed = torch.tensor(float(problem is not None), device=device)
-    for ranks in meshes:
-        ranks.all_reduce_max(failed)
-    if not failed:  # waits, once for a load
-        return
-    said = problem and f"{this_rank()}: {problem}"
-    for ranks in meshes:
-        for group in ranks.mesh.get_all_groups() if ranks.mesh is not None else []:
-            texts: list[str | None] = [None] * group.size()
-            dist.all_gather_object(texts, said, group=group)
-            said = next((text for text in texts if text), None)
-    raise ValueError(said)
-
-
-def _names(group: Group) -> list[str]:
-    return [name for name, _ in group.params + group.frozen]
+def names_in(group: Group) -> list[str]:
+    """Those of its parameters, frozen ones too, in the order in which they were given."""
+    there = {name for name, _ in group.params + group.frozen}
+    return [name for name in group.order if name in there]
 
 
 def _box_sizes(buckets: Sequence[Bucket]) -> dict[Ranks, int]:

@@ -118,6 +118,38 @@ class Ranks:
         for group in self._axes:
             dist.broadcast(flat, group=group, group_src=0)
 
+    @property
+    def is_first(self) -> bool:
+        """This is the mesh's first rank."""
+        return self.mesh is None or not any(self.mesh.get_coordinate() or ())
+
+    def from_shard(self, shard: int, part: Tensor, *, to_all: bool) -> None:
+        """Give the first rank of this shard axis, or all of them, what `shard` has in `part`."""
+        if self.shards == 1 or (shard == 0 and not to_all):
+            return
+        if to_all:
+            dist.broadcast(part, group=self._shard_group, group_src=shard)
+        elif self.shard == shard:
+            dist.send(part, group=self._shard_group, group_dst=0)
+        elif self.shard == 0:
+            dist.recv(part, group=self._shard_group, group_src=shard)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What each rank of the mesh has."""
+        values = [value]
+        for group in self._axes:
+            there: list[list[Any]] = [[]] * group.size()
+            dist.all_gather_object(there, values, group=group)
+            values = list(itertools.chain.from_iterable(there))
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What the mesh's first rank has."""
+        values = [value]
+        for group in self._axes:
+            dist.broadcast_object_list(values, group=group, group_src=0)
+        return values[0]
+
     def compare(self, lines: list[str], device: torch.device) -> None:
         """Raise ValueError on every rank of the mesh, unless all pass the same lines of text."""
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")

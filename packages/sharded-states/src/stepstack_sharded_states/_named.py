@@ -1,6 +1,6 @@
 """One parameter of a checkpoint: where its states are on this rank, and what has been loaded of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,18 @@ class Named:
     @property
     def piece(self) -> Parameter | None:
         return self.member.piece
+
+    def owners(self) -> Iterator[tuple[int, int, int]]:
+        """The shards that own a part of it, with the interval of its elements."""
+        slice_numel, numel = self.bucket.param_slice.numel(), self.member.param.numel()
+        for shard in range(self.bucket.ranks.shards):
+            first, last = (min(max(0, end * slice_numel - self.member.start), numel) for end in (shard, shard + 1))
+            if first < last:
+                yield shard, first, last
+
+    def has_loaded(self) -> bool:
+        """Whether somebody has loaded a state of it here, a master weight aside."""
+        return bool(self.loaded) or any(place.filled for state, place in self.tensors.items() if state != MASTER)
 
     def missing(self) -> list[str]:
         """Which states nobody has loaded, though they must be."""

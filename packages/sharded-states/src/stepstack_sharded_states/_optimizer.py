@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from stepstack_sharded_states._agreement import Skipped, agreed, objections
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
-from stepstack_sharded_states._checkpoint import Checkpoint, agree, checkpoint_of
+from stepstack_sharded_states._checkpoint import Checkpoint, checkpoint_of
 from stepstack_sharded_states._distribution import Distribution
+from stepstack_sharded_states._full_state import gather, spread
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
 from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
@@ -291,24 +292,41 @@ class ShardedOptimizer(Optimizer):
         becomes what the parameter is, an option stays. Every rank of the mesh calls this. Raises ValueError on all of
         them where one can't take it.
         """
-        checkpoint = checkpoint_of(state_dict) or self._checkpoint()
-        agree(checkpoint.problem(state_dict), self._distribution.ranks, self._backward.buckets[0].params.device)
+        self._take(checkpoint_of(state_dict, self._checkpoint()), state_dict)
+
+    @torch.no_grad()
+    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
+        """All states, whole and on the CPU, as `torch.optim.AdamW(params)` loads them, of the same `params`.
+
+        On the mesh's first rank and {} on others, or on all. Every rank of the mesh calls this. One state of one
+        parameter travels at a time. Masters are there as `master_weight`.
+        """
+        return gather(self._checkpoint(), to_all=not rank0_only)
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Take a whole state dict, by number or name, that the mesh's first rank has (others None), or all, after the
+        model's. Every rank of the mesh calls this. Raises ValueError on all of them where one doesn't fit.
+        """
+        checkpoint = self._checkpoint()
+        self._take(checkpoint, spread(checkpoint, state_dict))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
+
+    def _checkpoint(self) -> Checkpoint:
+        buckets, check = self._backward.buckets, self._backward.check_used
+        return Checkpoint(self._groups, buckets, self._inner, self.param_groups, self._distribution.ranks, check)
+
+    def _take(self, checkpoint: Checkpoint, entries: dict[str, Any]) -> None:
         self._gather.finish()
-        checkpoint.install(state_dict)
+        checkpoint.take(entries)
         for bucket in self._backward.buckets:
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))
         copy_options(self.param_groups, self._inner.param_groups)
         self.state.clear()
         self._show_states()
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
-
-    def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(
-            self._groups, self._backward.buckets, self._inner, self.param_groups, self._backward.check_used
-        )
 
     def _show_states(self) -> None:
         """`state`, as in any optimizer, by what is in `param_groups`: here, this rank's pieces of the states."""

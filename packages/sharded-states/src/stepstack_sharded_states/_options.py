@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from stepstack_sharded_states._mesh import this_rank
+
 # How a step runs, and what kind of optimizer it is: the constructor says that, not a checkpoint.
 _OWN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 
@@ -14,17 +16,17 @@ def shown(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def difference(named: Iterable[tuple[str, Mapping[str, Any]]]) -> str | None:
-    """What two parameters that share a group differ in, in words."""
+def check_alike(named: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise ValueError unless parameters that share a group have the same options."""
     first: dict[str, tuple[str, Any]] = {}
     for name, options in named:
         for key, value in options.items():
-            if key in _OWN:
-                continue
             other, expected = first.setdefault(key, (name, value))
-            if _plain(expected) != _plain(value):
-                return f"parameters {other!r} and {name!r} share a group, but have {key} {expected} and {value} there"
-    return None
+            if key not in _OWN and _plain(expected) != _plain(value):
+                raise ValueError(
+                    f"{this_rank()}: parameters {other!r} and {name!r} share a group here, but in the checkpoint they "
+                    f"have {key} {expected} and {value}: make groups as they were when it was saved"
+                )
 
 
 def take_over(group: dict[str, Any], loaded: Mapping[str, Any]) -> None:

@@ -33,6 +33,8 @@ class Group:
     frozen: list[tuple[str, Parameter]]
     named: bool
     """The names are the caller's, not ours."""
+    order: list[str]
+    """All names, as they were given."""
     members: list[Member] = field(default_factory=list)
 
     def of_pieces(self) -> dict[str, Any]:
@@ -164,4 +166,5 @@ def _read_group(group: Any, number: int) -> Group:
         params=[(name, param) for name, param in pairs if param.requires_grad],
         frozen=[(name, param) for name, param in pairs if not param.requires_grad],
         named=any(isinstance(item, tuple) for item in items),
+        order=[name for name, _ in pairs],
     )
