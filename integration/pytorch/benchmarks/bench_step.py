@@ -1,11 +1,13 @@
-"""A training step on two ranks of one machine, ours and torch's ways, side by side in one run.
+"""A training step on two ranks of one machine, ours and others' ways, side by side in one run.
 
     python bench_step.py [--dtype bf16] [--layers 8] [--width 512] [--rounds 7]
 
-Every way trains a GPT of its own in the same two processes, in turns, so that noise hits all alike. Printed are
-medians: tokens a second, the time from the end of backward to the next forward, and the bytes of tensors a rank holds
-between two steps (what DDP holds in C++, a copy of the gradients, is not seen). bf16: ours and FSDP2 keep fp32 masters;
-DDP and ZeroRedundancyOptimizer train bf16 weights and states as they are, which loses small updates.
+Every way trains a GPT of its own in the same two processes, in turns of three iterations, so that noise hits all alike
+and what one leaves to be done under the next forward is counted. Printed are medians over the turns: tokens a second,
+the time from the end of backward to the next forward, and the bytes of tensors a rank holds
+between two steps (what DDP holds in C++, a copy of the gradients, is not seen). bf16: all but two keep fp32 masters;
+DDP and ZeroRedundancyOptimizer train bf16 weights and states as they are, which loses small updates. DeepSpeed and
+megatron-core take part where they are installed.
 """
 
 import argparse
@@ -14,10 +16,13 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+import engines
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,18 +38,16 @@ from stepstack_sharded_states import ShardedOptimizer
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
 from gpt import GPT
 
-RANKS, SEQUENCES, CONTEXT = 2, 2, 64
+RANKS, SEQUENCES, CONTEXT, TURN = 2, 2, 64, 3
 ADAM = {"lr": 1e-4, "weight_decay": 0.1}
 
 
-def ours(model, dtype, **options):
+def ours(model, dtype, *, overlap_gather=False, **options):
     masters = "fp32" if dtype is torch.bfloat16 else None
     optimizer = ShardedOptimizer(model.to(dtype).parameters(), FusedAdamW, **ADAM, master_weights=masters, **options)
-    return model, optimizer, OptimizerStep(optimizer, max_norm=1.0)
-
-
-def ours_sharded_gradients(model, dtype):
-    return ours(model, dtype, shard_gradients=True)
+    if overlap_gather:
+        optimizer.overlap_gather(model)
+    return model, torch.Tensor.backward, OptimizerStep(optimizer, max_norm=1.0)
 
 
 def ddp(model, dtype):
@@ -71,16 +74,23 @@ def torchs(model, optimizer):
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, optimizer, step
+    return model, torch.Tensor.backward, step
 
 
 WAYS = {
     "stepstack": ours,
-    "stepstack, shard_gradients": ours_sharded_gradients,
+    "stepstack, overlap_gather": partial(ours, overlap_gather=True),
+    "stepstack, shard_gradients": partial(ours, shard_gradients=True),
     "DDP + AdamW(fused) + clip": ddp,
     "DDP + ZeroRedundancyOptimizer + clip": zero_redundancy,
     "FSDP2 + AdamW(fused) + clip": fsdp2,
+    "DeepSpeed, ZeRO-1": partial(engines.zero, adam=ADAM, stage=1),
+    "DeepSpeed, ZeRO-2": partial(engines.zero, adam=ADAM, stage=2),
+    "megatron-core, distributed optimizer": partial(engines.megatrons, adam=ADAM),
 }
+"""Each makes of a model and a dtype: a model to call, what to do with its loss, what to do after that."""
+for name in [name for name in WAYS if name.startswith(tuple(engines.MISSING))]:
+    del WAYS[name]
 
 
 def main():
@@ -105,30 +115,33 @@ def run(rank, store, options):
         size = sum(p.numel() for p in model.parameters())
         before = bytes_of_tensors()
         trained[name] = way(model, dtype)
-        iterate(trained[name])
+        turn(name, trained[name])
         held[name] = (bytes_of_tensors() - before) / size + 4  # the model in fp32 was there before
     for _ in range(options.rounds):
         for name, parts in trained.items():
-            times[name].append(iterate(parts))
+            times[name].append(turn(name, parts))
     if rank == 0:
         report(options, size, held, times)
     dist.destroy_process_group()
 
 
-def iterate(parts):
+def turn(name, parts):
     """Seconds of a whole iteration, and of its part after backward."""
-    model, _, step = parts
-    text = torch.randint(256, (SEQUENCES, CONTEXT + 1))
-    dist.barrier()
-    start = time.perf_counter()
-    logits = model(text[:, :-1])
-    torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten()).backward()
-    dist.barrier()
-    backward_is_over = time.perf_counter()
-    step()
-    dist.barrier()
-    end = time.perf_counter()
-    return end - start, end - backward_is_over
+    model, backward, step = parts
+    after_backward = []
+    with engines.turn_of_megatron() if name.startswith("megatron") else nullcontext():
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(TURN):
+            text = torch.randint(256, (SEQUENCES, CONTEXT + 1))
+            logits = model(text[:, :-1])
+            backward(torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten()))
+            dist.barrier()
+            backward_is_over = time.perf_counter()
+            step()
+            after_backward.append(time.perf_counter() - backward_is_over)
+        dist.barrier()
+    return (time.perf_counter() - start) / TURN, sum(after_backward) / TURN
 
 
 def bytes_of_tensors():
@@ -142,7 +155,8 @@ def report(options, size, held, times):
     whole = {name: median(t for t, _ in rounds) for name, rounds in times.items()}
     after = {name: median(t for _, t in rounds) for name, rounds in times.items()}
     print(f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores, {RANKS} ranks, gloo")
-    print(f"GPT of {size / 1e6:.1f} M parameters, {options.dtype}, {tokens} tokens, {options.rounds} iterations each\n")
+    print(f"GPT of {size / 1e6:.1f} M parameters, {options.dtype}, {tokens} tokens, {options.rounds} turns each")
+    print(f"Not installed: {', '.join(engines.MISSING)}.\n" if engines.MISSING else "")
     print(f"| {'way':36} | tokens/s | ratio | after backward | ratio | bytes a parameter |")
     print("|---|---|---|---|---|---|")
     for name in WAYS:
