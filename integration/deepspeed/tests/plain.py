@@ -86,3 +86,19 @@ def train_plainly(dtype, clip, accumulation, steps):
         for weight, param in zip(weights, model.parameters(), strict=True):
             param.data.copy_(weight.data)
     return Trained(norms, [weight.detach() for weight in weights])
+
+
+def weights(engine):
+    """The whole fp32 weights, in the model's order: the model's own, or their masters."""
+    if engine.zero_optimization_stage() == 3:
+        return [param.full_tensor().detach() for param in engine.module.parameters()]
+    names, params = zip(*engine.module.named_parameters(), strict=True)
+    if params[0].dtype == torch.float32:
+        return [param.detach() for param in params]
+    states = engine.optimizer.full_state_dict(rank0_only=False)
+    numbers = {
+        name: number
+        for group in states["param_groups"]
+        for name, number in zip(group["param_names"], group["params"], strict=True)
+    }
+    return [states["state"][numbers[name]]["master_weight"] for name in names]

@@ -1,11 +1,10 @@
 """Stages, precisions, offload, clipping and accumulation, all with all, against plain torch in one process."""
 
-from itertools import chain, product
+from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
-from plain import DTYPES, RANKS, Trained, batch, config, net, train_plainly
+from plain import DTYPES, RANKS, Trained, batch, config, net, train_plainly, weights
 
 from stepstack_deepspeed import initialize
 from stepstack_testing import on_ranks
@@ -59,24 +58,6 @@ def train(rank, stage, dtype, offload, clip, accumulation):
             engine.step()
         norms.append(engine.get_global_grad_norm().item())
     return Trained(norms, weights(engine))
-
-
-def weights(engine):
-    """The whole fp32 weights: the model's own, or the masters, of which each rank has pieces."""
-    params = list(engine.module.parameters())
-    if engine.zero_optimization_stage() == 3:
-        return [param.full_tensor().detach() for param in params]
-    if params[0].dtype == torch.float32:
-        return [param.detach() for param in params]
-    state_dict = engine.optimizer.state_dict()
-    firsts = [cut[-2] for group in state_dict["cut"] for cut in group]
-    pieces = [(number, firsts[number], state["master_weight"]) for number, state in state_dict["state"].items()]
-    of_ranks = [None] * RANKS
-    dist.all_gather_object(of_ranks, pieces)
-    whole = [torch.zeros(param.numel() + 64) for param in params]
-    for number, first, piece in chain(*of_ranks):
-        whole[number][first : first + piece.numel()] = piece
-    return [flat[: param.numel()].view_as(param) for flat, param in zip(whole, params, strict=True)]
 
 
 def distance(ours, theirs):
