@@ -22,7 +22,8 @@ from stepstack_fused_adam import FusedAdamW
 from stepstack_sharded_states import ShardedOptimizer
 
 MASTER = "master_weight"  # in place of which, where an optimizer had none, the weight of the model is offered
-_HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # which is the reader's affair
+GROUPS = "groups"  # the names of the parameters of each
+HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # which is the reader's affair
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
 
 
@@ -112,12 +113,13 @@ class OptimizerPart:
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             for param in group["params"]:
                 kept.values.update({f"param_groups.{self._names[param]}.{key}": options[key] for key in options})
+        kept.values[GROUPS] = self._groups()
         return kept
 
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
         compare_names("optimizer", {*self._params}, owners("param_groups", values))
         compare_names("optimizer's states", {*self._params}, owners("state", [*entries, *values]), missing=False)
-        self._groups(values)
+        options_of(self._groups(), values)
         split = {key: _split("state", key) for key in entries}
         trained = {name for name, state in split.values() if state != MASTER}
         return {
@@ -133,9 +135,12 @@ class OptimizerPart:
             if key.startswith("state."):
                 name, state = _split("state", key)
                 states.setdefault(number_of[name], {})[state] = value
+        names = self._groups()
         groups = [
-            {**group, **options, "params": [number_of[self._names[param]] for param in group["params"]]}
-            for group, options in zip(self._optimizer.param_groups, self._groups(values), strict=True)
+            {**group, **options, "params": [number_of[name] for name in in_group]}
+            for group, options, in_group in zip(
+                self._optimizer.param_groups, options_of(names, values), names, strict=True
+            )
         ]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
 
@@ -161,10 +166,8 @@ class OptimizerPart:
             return torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
         return torch.empty(entry.shape, dtype=entry.dtype)  # load_state_dict brings it to its device
 
-    def _groups(self, values: dict[str, Any]) -> list[dict[str, Any]]:
-        return options_of(
-            ([self._names[param] for param in group["params"]] for group in self._optimizer.param_groups), values
-        )
+    def _groups(self) -> list[list[str]]:
+        return [[self._names[param] for param in group["params"]] for group in self._optimizer.param_groups]
 
 
 class ShardedOptimizerPart:
@@ -185,7 +188,8 @@ class ShardedOptimizerPart:
     def kept(self) -> Kept:
         state_dict = self._optimizer.sharded_state_dict()
         tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
-        return Kept(tensors, {key: value for key, value in state_dict.items() if key not in tensors})
+        values = {key: value for key, value in state_dict.items() if key not in tensors}
+        return Kept(tensors, {**values, GROUPS: self._groups})
 
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
         options_of(self._groups, values)
@@ -195,14 +199,22 @@ class ShardedOptimizerPart:
         self._optimizer.load_sharded_state_dict(read)
 
 
-def options_of(groups: Iterable[list[str]], values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint says of groups of parameters. ValueError where parameters of one group differ in that."""
+def options_by_name(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of the options of each parameter."""
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key.startswith("param_groups."):
             name, option = _split("param_groups", key)
-            if option not in _HOW_TO_RUN:
-                options.setdefault(name, {})[option] = value
+            options.setdefault(name, {})[option] = value
+    return options
+
+
+def options_of(groups: Iterable[list[str]], values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a checkpoint says of groups of parameters. ValueError where parameters of one group differ in that."""
+    options = {
+        name: {option: value for option, value in options.items() if option not in HOW_TO_RUN}
+        for name, options in options_by_name(values).items()
+    }
     found = []
     for number, names in enumerate(groups):
         of_group = [options.get(name, {}) for name in names]

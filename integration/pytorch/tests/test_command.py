@@ -1,0 +1,156 @@
+"""The command line: what it prints, what it writes, and how it ends."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from stepstack import OptimizerStep, save_checkpoint
+from stepstack._command import main
+from stepstack_fused_adam import FusedAdamW
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4)).bfloat16()
+    groups = [
+        {"params": list(model[0].named_parameters("0"))},
+        {"params": list(model[1].named_parameters("1")), "lr": 0},
+    ]
+    return model, FusedAdamW(groups, lr=0.5, master_weights="fp32")
+
+
+@pytest.fixture
+def trained():
+    model, optimizer = make()
+    step = OptimizerStep(optimizer)
+    for _ in range(3):
+        model(torch.randn(8, 16).bfloat16()).sum().backward()
+        step()
+    return model, optimizer, step
+
+
+@pytest.fixture
+def folder(tmp_path, trained):
+    model, _, step = trained
+    save_checkpoint(tmp_path / "run", model=model, optimizer=step, step=2)
+    save_checkpoint(tmp_path / "run", model=model, optimizer=step, step=3, extra="something")
+    return tmp_path / "run"
+
+
+def test_show_has_a_row_for_each_tensor_of_the_model(folder, capsys):
+    assert main(["checkpoint", "show", str(folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{folder} has checkpoints of step 2, 3"
+    assert printed[1].startswith(f"{folder}/step_3: step 3, written 20")
+    assert f"by one rank, torch {torch.__version__}, format 'stepstack checkpoint' 1" in printed[1]
+    rows = [line.split("  ") for line in printed if "[" in line]
+    rows = {row[0].strip(): [cell.strip() for cell in row[1:] if cell] for row in rows}
+    states = "exp_avg float32, exp_avg_sq float32, master_weight float32"
+    assert rows["0.weight"] == ["[4, 16]", "bfloat16", states, "3", "896 B"]
+    assert rows["1.running_mean"] == ["[4]", "bfloat16", "-", "-", "8 B"]
+    assert rows["1.num_batches_tracked"] == ["[]", "int64", "-", "-", "8 B"]
+    for line, lr in zip(printed[-3:-1], ("0.5", "0"), strict=True):
+        assert line.startswith("2 parameters: ")
+        assert f"lr {lr}," in line
+    assert printed[-1] == "also saved: optimizer_step, extra"
+
+
+def test_show_takes_one_checkpoint_or_a_step_of_several(folder, capsys):
+    assert main(["checkpoint", "show", str(folder / "step_2")]) == 0
+    assert capsys.readouterr().out.startswith(f"{folder}/step_2: step 2")
+    assert main(["checkpoint", "show", str(folder), "--step", "2"]) == 0
+    assert f"{folder}/step_2: step 2" in capsys.readouterr().out
+
+
+def test_verify_reads_every_byte_of_all(folder, capsys):
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count("all as they were written") == 2
+    data = folder / "step_2/__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    (folder / "step_4.partial").mkdir()
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+    printed, said = capsys.readouterr()
+    assert said == f"stepstack: {data} is damaged: its contents are not what was written\n"
+    assert f"{folder}/step_3: 3 files" in printed
+    assert "step_4.partial: a save that did not end" in printed
+    assert main(["checkpoint", "verify", str(folder), "--step", "3"]) == 0
+    assert main(["checkpoint", "export", str(folder), str(folder / "x.pt"), "--step", "2"]) == 1
+    assert not (folder / "x.pt").exists()
+
+
+def test_an_exported_model_is_a_state_dict(folder, tmp_path, trained, capsys):
+    file = tmp_path / "model.pt"
+    assert main(["checkpoint", "export", str(folder), str(file)]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: 7 tensors, ")
+    torch.testing.assert_close(torch.load(file), dict(trained[0].state_dict()), rtol=0, atol=0)
+
+
+def test_an_exported_optimizer_loads_into_one_of_torchs(folder, tmp_path, trained):
+    file = tmp_path / "run.pt"
+    assert main(["checkpoint", "export", str(folder), str(file), "--optimizer"]) == 0
+    exported = torch.load(file)
+    model, optimizer = make()
+    model.load_state_dict(exported["model"])
+    optimizer.load_state_dict(exported["optimizer"])
+    torch.testing.assert_close(optimizer.state_dict()["state"], trained[1].state_dict()["state"], rtol=0, atol=0)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0]
+    torchs = torch.optim.AdamW(model[0].parameters())
+    torchs.add_param_group({"params": list(model[1].parameters())})
+    torchs.load_state_dict(exported["optimizer"])
+    assert torchs.state[model[0].bias]["step"] == 3
+
+
+def test_safetensors_are_written_where_the_library_is(folder, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "model.safetensors"
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert main(["checkpoint", "export", str(folder), str(file)]) == 1
+    assert "pip install safetensors" in capsys.readouterr().err
+
+    library, saved = ModuleType("safetensors.torch"), []
+
+    def save_file(tensors, filename, metadata=None):
+        assert all(type(value) is str for value in metadata.values())
+        saved.append((tensors, metadata, filename))
+        filename.touch()
+
+    library.save_file = save_file
+    monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", library)
+    assert main(["checkpoint", "export", str(folder), str(file), "--optimizer"]) == 0
+    ((tensors, metadata, _),) = saved
+    assert tensors.keys() > {"0.weight", "1.running_var", "state.0.weight.exp_avg", "state.1.bias.master_weight"}
+    assert metadata["format"] == "pt"
+    assert '"lr": 0.5' in metadata["param_groups"]
+
+
+@pytest.mark.parametrize("action", [["show"], ["verify"], ["export", "x.pt"]])
+def test_where_there_is_nothing_it_says_so(tmp_path, capsys, action):
+    assert main(["checkpoint", action[0], str(tmp_path / "runs"), *action[1:]]) == 1
+    assert capsys.readouterr().err == f"stepstack: {tmp_path}/runs: there is no checkpoint\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required"),
+        (["checkpoint"], "required"),
+        (["checkpoint", "export", "runs", "model.bin"], "must end in .pt or .safetensors, not 'model.bin'"),
+        (["checkpoint", "show", "runs", "--step", "last"], "invalid int value"),
+    ],
+)
+def test_a_wrong_call_ends_with_2_and_the_usage(capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module(folder):
+    command = [sys.executable, "-W", "error", "-m", "stepstack", "checkpoint", "verify", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("all as they were written") == 2
