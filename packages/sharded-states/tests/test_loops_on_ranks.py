@@ -2,8 +2,8 @@
 
 Lightning and Accelerate themselves aren't here. These are the calls they make, in their order: Lightning hands a
 closure to `optimizer.step`, in which it runs the model, zeroes gradients, calls backward and clips what is in
-`param_groups`; Accelerate loads an optimizer's own state into it, wraps its `step`, and unscales, clips and steps on the
-last of some micro-batches only.
+`param_groups`; Accelerate loads an optimizer's own state into it, wraps its `step`, and unscales, clips and steps on
+the last of some micro-batches only.
 """
 
 from contextlib import nullcontext
