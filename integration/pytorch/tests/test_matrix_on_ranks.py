@@ -96,11 +96,11 @@ def make(model, dtype):
     return MODELS[model]().to(dtype)
 
 
-def train_sharded(rank, mesh, model, precision, accumulate, overlap):
+def train_sharded(rank, mesh, model, precision, accumulate, overlap, **options):
     dtype, masters, _ = PRECISIONS[precision]
     net = make(model, dtype)
     optimizer = ShardedOptimizer(
-        net.named_parameters(), FusedAdamW, mesh=mesh, bucket_cap_mb=0.02, master_weights=masters, **ADAM
+        net.named_parameters(), FusedAdamW, mesh=mesh, bucket_cap_mb=0.02, master_weights=masters, **ADAM, **options
     )
     if overlap:
         optimizer.overlap_gather(net)
@@ -142,33 +142,64 @@ def train_replicated(rank, model, precision, accumulate):
     return [p.detach().clone() for p in net.parameters()]
 
 
-EVERY_WAY = [(1, (True, False)), (3, (True, False))]
-ACCUMULATED = [(3, (True,))]
+WAYS = list(product((1, 3), (False, True)))
+"""Micro-batches, and whether gathering and accumulation overlap: without, each backward reduces."""
+HOLDING = [
+    {},
+    {"find_unused_parameters": True},
+    {"shard_gradients": True},
+    {"capturable": True},
+    {"state_device": "cpu:0", "offload_ratio": 0.5},  # the CPU with a number passes for another device
+]
+SHAPES = {"2 ranks": (2,), "1 rank": (1,), "4 ranks": (4,), "2x2 ranks": (2, 2)}
 
 
-@pytest.mark.parametrize(
-    ("shape", "ways"),
-    [((1,), ACCUMULATED), ((2,), EVERY_WAY), ((4,), ACCUMULATED), ((2, 2), ACCUMULATED)],
-    ids=["1 rank", "2 ranks", "4 ranks", "2x2 ranks"],
-)
-def test_sharded_training_equals_replicated_training(shape, ways):
+def cases(number):
+    """What is trained on a mesh, by its number: each model in each precision, on two ranks in every way.
+
+    Elsewhere in one way and with one option, another one on each mesh, so that all meet all others in turn.
+    """
+    for (i, model), (j, precision) in product(enumerate(MODELS), enumerate(PRECISIONS)):
+        if number == 0:
+            yield from ((model, precision, *way, {}) for way in WAYS)
+        else:
+            way, options = WAYS[(i + j + number) % len(WAYS)], HOLDING[(i + j + 2 * number) % len(HOLDING)]
+            yield model, precision, *way, options
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=SHAPES)
+def test_sharded_training_equals_replicated_training(number):
+    shape = list(SHAPES.values())[number]
+
     def compare(rank):
         mesh = init_device_mesh("cpu", shape)
-        wrong = []
-        for model, precision, (accumulate, overlaps) in product(MODELS, PRECISIONS, ways):
+        wrong, reference = [], {}
+        for case in cases(number):
+            model, precision, accumulate, overlap, options = case
             start = [p.detach() for p in make(model, PRECISIONS[precision][0]).parameters()]
-            expected = train_replicated(rank, model, precision, accumulate)
-            for overlap in overlaps:
-                ours = train_sharded(rank, mesh, model, precision, accumulate, overlap)
-                apart = distance(ours, expected) / distance(start, expected)
-                mine = torch.cat([p.flatten() for p in ours])
-                first = mine.clone()
-                dist.broadcast(first, 0)
-                if not apart <= PRECISIONS[precision][2]:
-                    wrong.append((model, precision, accumulate, overlap, apart))
-                if not torch.equal(mine, first):
-                    wrong.append((model, precision, accumulate, overlap, "ranks differ"))
+            key = (model, precision, accumulate)
+            if key not in reference:
+                reference[key] = train_replicated(rank, *key)
+            ours = train_sharded(rank, mesh, *key, overlap, **options)
+            apart = distance(ours, reference[key]) / distance(start, reference[key])
+            mine = torch.cat([p.flatten() for p in ours])
+            first = mine.clone()
+            dist.broadcast(first, 0)
+            if not apart <= PRECISIONS[precision][2]:
+                wrong.append((case, apart))
+            if not torch.equal(mine, first):
+                wrong.append((case, "ranks differ"))
         return wrong
 
     for wrong in on_ranks(torch.Size(shape).numel(), compare, timeout=60):
         assert wrong == []
+
+
+def test_each_model_and_precision_meets_each_way_and_each_option():
+    elsewhere = [case for number in range(1, len(SHAPES)) for case in cases(number)]
+    for pair in ((0, 2, 3), (1, 2, 3)):
+        met = {tuple(case[place] for place in pair) for case in elsewhere}
+        assert len(met) == len(WAYS) * len({case[pair[0]] for case in elsewhere})
+    for place in (0, 1):
+        met = {(case[place], str(case[4])) for case in elsewhere}
+        assert len(met) == len(HOLDING) * len({case[place] for case in elsewhere})
