@@ -1,5 +1,7 @@
 """ShardedOptimizer against one process that sees all ranks' data."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -66,40 +68,36 @@ def train_sharded(rank, shape, accumulate, capacity, no_sync, steps=8, **options
     return [p.detach().contiguous() for p in model.parameters()]
 
 
-CASES = [
-    pytest.param(shape, accumulate, capacity, no_sync, id=f"{name} ranks, {accumulate} batches, {capacity} MiB, {how}")
-    for name, shape in MESHES.items()
-    for accumulate, capacity, no_sync, how in [
-        (1, 25, True, "at once"),
-        (3, 0.001, True, "no_sync"),
-        (3, 0.001, False, "reduced each time"),
-    ]
-]
+WAYS = {
+    "at once": (1, 25, True),
+    "no_sync": (3, 0.001, True),
+    "reduced each time": (3, 0.001, False),
+}
+"""Micro-batches, MiB a bucket, and whether all but the last accumulate under no_sync."""
 
 
-@pytest.mark.parametrize(("shape", "accumulate", "capacity", "no_sync"), CASES)
-def test_sharded_training_equals_one_process(shape, accumulate, capacity, no_sync):
+@pytest.mark.parametrize("shape", MESHES.values(), ids=[f"{name} ranks" for name in MESHES])
+def test_sharded_training_equals_one_process(shape):
     world = torch.Size(shape).numel()
-    expected = train_alone(world, accumulate)
-    results = on_ranks(world, train_sharded, shape, accumulate, capacity, no_sync)
+    expected = {way: train_alone(world, WAYS[way][0]) for way in WAYS}
+    results = on_ranks(world, lambda rank: {way: train_sharded(rank, shape, *WAYS[way]) for way in WAYS})
     for result in results:
-        for ours, theirs, first in zip(result, expected, results[0], strict=True):
-            assert torch.equal(ours, first)
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+        for way in WAYS:
+            for ours, theirs, first in zip(result[way], expected[way], results[0][way], strict=True):
+                assert torch.equal(ours, first), way
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6, msg=lambda text, way=way: f"{way}: {text}")
 
 
-@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "reduced each time"])
-@pytest.mark.parametrize("holding", ["shard_gradients", "capturable"])
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2x2 ranks"])
-def test_other_ways_to_hold_gradients_give_the_same(shape, holding, no_sync):
-    def train(rank, **options):
-        return train_sharded(rank, shape, 3, 0.001, no_sync, **options)
+def test_other_ways_to_hold_gradients_give_the_same(shape):
+    def train(rank, no_sync):
+        ways = ({}, {"shard_gradients": True}, {"capturable": True})
+        return [train_sharded(rank, shape, 3, 0.001, no_sync, **options) for options in ways]
 
-    world = torch.Size(shape).numel()
-    held = on_ranks(world, lambda rank: train(rank, **{holding: True}))
-    for result, expected in zip(held, on_ranks(world, train), strict=True):
-        for ours, theirs in zip(result, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    for expected, *held in on_ranks(torch.Size(shape).numel(), lambda rank: train(rank, True) + train(rank, False)):
+        for result in held:
+            for ours, theirs in zip(result, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
 def test_two_runs_are_bitwise_equal():
@@ -254,28 +252,32 @@ def test_find_unused_parameters_steps_with_an_optimizer_that_knows_flags_too():
     assert on_ranks(2, check) == [[True, True]] * 2
 
 
+AVERAGES = {
+    "mean": {},
+    "divided after": {"grad_divisor": 8},
+    "partly before": {"grad_predivisor": 16},
+    "divided before": {"grad_divisor": 8, "grad_predivisor": 8},
+}
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "2x2 ranks"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"grad_divisor": 8}, {"grad_predivisor": 16}, {"grad_divisor": 8, "grad_predivisor": 8}],
-    ids=["mean", "divided after", "partly before", "divided before"],
-)
-def test_averages_are_right_in_every_precision(options, dtype, shape):
+def test_averages_are_right_in_every_precision(shape):
     world = torch.Size(shape).numel()
     torch.manual_seed(0)
-    gradients = torch.randn(world, 200).to(dtype)
+    gradients = torch.randn(world, 200)
+    cases = list(itertools.product((torch.float16, torch.bfloat16, torch.float32), AVERAGES))
 
-    def check(rank):
+    def average(rank, dtype, how):
         p = nn.Parameter(torch.zeros(200, dtype=dtype))
-        optimizer = ShardedOptimizer([p], torch.optim.SGD, mesh=init_device_mesh("cpu", shape), **options)
-        (p * gradients[rank]).sum().backward()
+        optimizer = ShardedOptimizer([p], torch.optim.SGD, mesh=init_device_mesh("cpu", shape), **AVERAGES[how])
+        (p * gradients[rank].to(dtype)).sum().backward()
         return optimizer.grad_shards()[0].to_local().clone()
 
-    results = on_ranks(world, check)
-    seen = torch.cat(results[: shape[-1]])[:200].double()
-    expected = gradients.double().sum(0) / options.get("grad_divisor", world)
-    torch.testing.assert_close(seen, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    results = on_ranks(world, lambda rank: [average(rank, *case) for case in cases])
+    for (dtype, how), *pieces in zip(cases, *results[: shape[-1]], strict=True):
+        seen = torch.cat(pieces)[:200].double()
+        expected = gradients.to(dtype).double().sum(0) / AVERAGES[how].get("grad_divisor", world)
+        torch.testing.assert_close(seen, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 def test_dividing_before_the_sum_keeps_fp16_finite():
