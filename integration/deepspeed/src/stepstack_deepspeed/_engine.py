@@ -14,6 +14,7 @@ from stepstack import OptimizerStep, StepResult
 from stepstack_deepspeed import _engine_checkpoint
 from stepstack_deepspeed._config import Config
 from stepstack_deepspeed._precision import scaled
+from stepstack_deepspeed._processes import ranks, this_rank
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
 from stepstack_sharded_states import ShardedOptimizer
 
@@ -40,12 +41,17 @@ class Engine(nn.Module):
         optimizer: Optimizer,
         optimizer_step: OptimizerStep,
         lr_scheduler: ScheduledRates | SteppedScheduler | None,
+        *,
         config: Config,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self.device = device
+        """Of this process, for its batches."""
+        self.global_rank, self.world_size = this_rank(), ranks()
         self.micro_steps = 0
         """Calls of `step`."""
         self.global_steps = 0

@@ -56,7 +56,8 @@ def load(
     if tag is None:
         latest = folder / _LATEST
         if not latest.is_file():
-            log.warning("there is no checkpoint to load: %s does not exist, and no tag was given", latest)
+            if this_rank() == 0:
+                log.warning("there is no checkpoint to load: %s does not exist, and no tag was given", latest)
             return None, None
         tag = latest.read_text().strip()
     schedule = engine.lr_scheduler

@@ -79,7 +79,8 @@ def initialize(
         assert scaler is not None
         rates = SteppedScheduler(schedule, sharded, scaler, on_device=inner.has_flag)
     dataloader = None if training_data is None else _dataloader(training_data, collate_fn, read, device)
-    return Engine(model, sharded, step, rates, read), sharded, dataloader, rates
+    engine = Engine(model, sharded, step, rates, config=read, device=device)
+    return engine, sharded, dataloader, rates
 
 
 def _only_one(*configs: Any) -> Any:
