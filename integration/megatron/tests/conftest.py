@@ -18,7 +18,7 @@ def engine():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of what is not installed beside it
         pytest.importorskip("megatron.core", reason="needs megatron-core (nox -s engines)")
-        for name in ("distributed", "optimizer", "transformer", "parallel_state"):
+        for name in ("dist_checkpointing", "distributed", "optimizer", "transformer", "parallel_state"):
             importlib.import_module(f"megatron.core.{name}")
     return Engine
 
@@ -29,6 +29,7 @@ class Engine:
     def __init__(self, *, tp=1, pp=1, ep=1, instances=1):
         self.core = importlib.import_module("megatron.core")
         self.clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+        self.checkpointing = self.core.dist_checkpointing
         self.parallel_state = self.core.parallel_state
         self.instances = instances
         self._sizes = {
