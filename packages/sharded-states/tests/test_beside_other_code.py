@@ -190,3 +190,47 @@ def test_two_optimizers_on_parts_of_a_model_do_not_disturb_each_other():
     ours = train(lambda params: ShardedOptimizer(params, torch.optim.SGD, lr=0.1))
     for a, b in zip(ours, train(lambda params: torch.optim.SGD(params, lr=0.1)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_weights_that_are_put_in_the_place_of_others_are_trained_by_nobody_as_in_torch():
+    model, optimizer = make()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    before = values(model)
+    step(model, optimizer)
+    assert same(values(model), before)
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+    step(model, optimizer)
+    assert not same(values(model), before)
+
+
+def test_a_saved_part_of_a_model_loads_and_is_small_if_cloned():
+    model, _ = make()
+    sizes = []
+    for values_of in (lambda state: state, lambda state: {name: value.clone() for name, value in state.items()}):
+        file = io.BytesIO()
+        torch.save(values_of(model[2].state_dict()), file)
+        sizes.append(file.tell())
+        file.seek(0)
+        fresh = nn.Linear(40, 5)
+        fresh.load_state_dict(torch.load(file))
+        assert same(values(fresh), values(model[2]))
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at an input's
+def test_a_compiled_model_gives_the_same():
+    def train(rank, compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 5))
+        optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=1e-4)
+        optimizer.overlap_gather(model)
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        for number in range(3):
+            forward(torch.full((5,), float(rank + number))).square().sum().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return values(model)
+
+    for ours, theirs in on_ranks(2, lambda rank: (train(rank, True), train(rank, False))):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
