@@ -66,3 +66,31 @@ def test_the_contract_has_one_number_for_all(name):
     setattr(optimizer, name, torch.ones(2))
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\); it is one number"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("master_weights", "held"), [("fp32", "master_weight"), ("remainder", "remainder_high")])
+def test_a_model_that_was_cast_after_its_first_step_is_refused(master_weights, held):
+    def stepped(param):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    narrowed, widened = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).bfloat16()
+    optimizer = FusedAdamW(narrowed.parameters(), master_weights=master_weights)
+    stepped(narrowed.weight)
+    saved = optimizer.state_dict()
+    narrowed.zero_grad()
+    narrowed.bfloat16()
+    before = narrowed.weight.detach().clone()
+    with pytest.raises(ValueError, match=rf"parameter 0 of group 0 is torch.bfloat16.*{held}.*but its state has no"):
+        stepped(narrowed.weight)
+    assert torch.equal(narrowed.weight, before)
+    optimizer = FusedAdamW(narrowed.parameters(), master_weights=master_weights)
+    optimizer.load_state_dict(saved)
+    stepped(narrowed.weight)
+    assert optimizer.state[narrowed.weight]["step"] == 2
+    optimizer = FusedAdamW(widened.parameters(), master_weights=master_weights)
+    stepped(widened.weight)
+    widened.zero_grad()
+    widened.float()
+    with pytest.raises(ValueError, match=rf"is torch.float32, so .* no master weight, but its state has .*{held}"):
+        stepped(widened.weight)

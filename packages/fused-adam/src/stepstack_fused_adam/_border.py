@@ -11,6 +11,8 @@ from stepstack_fused_adam._run import Run, is_dense, overlaps, same_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+_MASTERS = ("master_weight", "remainder_high", "remainder_low")
+
 
 def name_of(index: int, group: Mapping[str, Any], place: int) -> str:
     """How an error names a parameter of a group."""
@@ -57,6 +59,17 @@ def check_grad(grad: Tensor, param: Tensor, name: str) -> None:
         raise ValueError(
             f"the gradient of {name} is {tuple(grad.shape)} on {grad.device}, "
             f"its parameter {tuple(param.shape)} on {param.device}"
+        )
+
+
+def check_cast(state: Mapping[str, Any], wanted: Mapping[str, Any], param: Tensor, name: str) -> None:
+    """Raise ValueError if a parameter was cast since its state was made, so that it needs another master weight."""
+    held, needed = ([key for key in _MASTERS if key in names] for names in (state, wanted))
+    if held != needed:
+        raise ValueError(
+            f"{name} is {param.dtype}, so beside it there should be {needed or 'no master weight'}, but its state has "
+            f"{held or 'no master weight'}: it was cast after its first step. Cast it back; or make a new optimizer "
+            "for it, which can load a state dict that was saved before"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from stepstack_fused_adam._backends import check_backend
-from stepstack_fused_adam._border import check_grad, check_numbers, check_param, check_states, name_of
+from stepstack_fused_adam._border import check_cast, check_grad, check_numbers, check_param, check_states, name_of
 from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, set_counts, take_over
 from stepstack_fused_adam._gradients import with_gradients
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
@@ -267,6 +267,8 @@ class FusedAdamW(torch.optim.AdamW):
         members = []
         for param, param_here in zip(params, here, strict=True):
             state = self.state[param]
+            wanted = self._precision.dtypes(param_here, group["amsgrad"])
+            check_cast(state, wanted, param_here, names[id(param)])
             members.append(run_of(param_here, state["step"], states_here(state)))
             check_states(members[-1], names[id(param)])
         return members

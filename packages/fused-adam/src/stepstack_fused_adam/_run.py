@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # public, but not in __all__
 
 from stepstack_fused_adam._block8 import blocks
 from stepstack_fused_adam._definition import States
