@@ -178,9 +178,9 @@ def test_a_compiler_that_cannot_even_begin_is_replaced(monkeypatch):
 
 def test_a_real_compiler_that_fails_is_replaced(monkeypatch, tmp_path):
     monkeypatch.setattr(_compiler, "_functions", {})
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="torch.compile failed on cpu"):
+    broken = torch._inductor.config.patch({"cpp.cxx": ("/bin/false",)})
+    with broken, pytest.warns(RuntimeWarning, match="torch.compile failed on cpu"):
         optimizer = trained("compiled", steps=1, exp_avg_dtype=torch.bfloat16)
     reference = trained("torch", steps=1, exp_avg_dtype=torch.bfloat16)
     assert torch.equal(*params_of(optimizer), *params_of(reference))
