@@ -74,23 +74,19 @@ class Checkpoint:
             for name in names_in(group):
                 entries |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
         if self.unforeseen:  # nothing is saved under this name, and nobody finds it in a checkpoint
-            entries[f"state.{self.unforeseen[0]}.{ADVICE}"] = self.tensor(self.named[self.unforeseen[0]], ADVICE)
+            named = self.named[self.unforeseen[0]]
+            nothing = TensorOfPiece(named, ADVICE, named.member.shard.dtype, self._create)
+            entries[f"state.{self.unforeseen[0]}.{ADVICE}"] = self._chunks(named, ADVICE, nothing)
         return entries
 
-    def tensor(self, named: Named, state: str, dtype: torch.dtype | None = None) -> Chunks:
+    def tensor(self, named: Named, state: str) -> Chunks:
         """A state with as many elements as its parameter, of which this rank has its piece.
 
         One that is not known yet has a place as soon as something is loaded, in the dtype of the piece.
         """
-        member = named.member
         if state not in named.tensors:
-            named.tensors[state] = TensorOfPiece(named, state, dtype or member.shard.dtype, self._create)
-        first, last = (min(end, member.param.numel()) for end in member.interval)
-        found = boxes((first, last), member.param.shape, member.stride, self._most[named.bucket.ranks])
-        place = named.tensors[state]
-        return Chunks(
-            Holding(member.param.shape, member.stride, found, place, self.check, (self, named, state)), place.dtype
-        )
+            named.tensors[state] = TensorOfPiece(named, state, named.member.shard.dtype, self._create)
+        return self._chunks(named, state, named.tensors[state])
 
     def number(self, named: Named, state: str, dtype: torch.dtype) -> Chunks:
         """A state that is one number, which every rank with a piece has."""
@@ -156,6 +152,13 @@ class Checkpoint:
         for group, options in zip(self.groups, self.options, strict=True):
             names = [member.name for member in group.members]
             check_alike((name, self._loaded_options(name, options, entries)) for name in names)
+
+    def _chunks(self, named: Named, state: str, place: TensorOfPiece) -> Chunks:
+        member = named.member
+        first, last = (min(end, member.param.numel()) for end in member.interval)
+        found = boxes((first, last), member.param.shape, member.stride, self._most[named.bucket.ranks])
+        origin = self, named, state
+        return Chunks(Holding(member.param.shape, member.stride, found, place, self.check, origin), place.dtype)
 
     def _loaded_options(self, name: str, ours: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
         keys = {option: f"param_groups.{name}.{option}" for option in ours}

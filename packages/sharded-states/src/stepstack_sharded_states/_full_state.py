@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorPr
 from stepstack_sharded_states._boxes import memory_order
 from stepstack_sharded_states._checkpoint import Checkpoint, names_in
 from stepstack_sharded_states._chunks import Chunks
-from stepstack_sharded_states._match import Match
+from stepstack_sharded_states._match import Match, refuse_strangers
 from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._named import Named, TensorOfPiece
 from stepstack_sharded_states._options import shown
@@ -66,7 +66,9 @@ def spread(checkpoint: Checkpoint, state_dict: Mapping[str, Any] | None) -> dict
             here = {key: saved[key] for key in of_mesh}, {key: numbers[key] for key in numbers.keys() & of_mesh}
             for known, told in zip((saved, numbers), ranks.broadcast_object(here), strict=True):
                 known.update(told)
-    found = checkpoint.agree(lambda: Match("", checkpoint, saved).into(entries))
+    match = Match("", checkpoint, saved)
+    checkpoint.agree(lambda: refuse_strangers([match.strangers()]))
+    found = checkpoint.agree(lambda: match.into(entries))
     for key, (where, name) in found.items():
         where[name] = numbers[key]
     for key in sorted(entries):

@@ -1,6 +1,6 @@
 """An optimizer and what a checkpoint has of it, compared by metadata before anything is read."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,22 +20,21 @@ class Match:
         self._states = self._by_name("state")
         self._options = self._by_name("param_groups")
         self._values: dict[str, tuple[dict[str, Any], str]] = {}
-        self._problems: list[str] = []
+
+    def strangers(self) -> set[str]:
+        """The parameters of the checkpoint that are not in the optimizer of this rank."""
+        known = self._checkpoint.named.keys() | self._checkpoint.frozen
+        return (self._states.keys() | self._options.keys()) - known
 
     def into(self, entries: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
         """Make of the flat `entries` what is to be read; where to put values that are not tensors, by key.
 
-        Raises ValueError where the two don't fit.
+        Raises ValueError where the checkpoint lacks something, or has something else.
         """
-        self._compare_names()
+        problems = self._missing_names()
         for name, named in self._checkpoint.named.items():
-            self._compare_states(name, named)
-        if self._problems:
-            more = f"; and {len(self._problems) - 3} more like these" if len(self._problems) > 3 else ""
-            raise ValueError(
-                f"{this_rank()}: the checkpoint doesn't fit, nothing has been loaded: "
-                f"{'; '.join(self._problems[:3])}{more}"
-            )
+            problems += self._differences(name, named)
+        refuse(problems)
         for key in [key for key in entries if key.startswith((self._key("state"), self._key("param_groups")))]:
             if key not in self._saved:
                 del entries[key]
@@ -44,36 +43,32 @@ class Match:
             self._read_options(name, named, entries)
         return self._values
 
-    def _compare_names(self) -> None:
-        known = self._checkpoint.named.keys() | self._checkpoint.frozen
+    def _missing_names(self) -> list[str]:
         there = self._states.keys() | self._options.keys()
-        wanted = {name for name, named in self._checkpoint.named.items() if named.member.param.numel()}
-        self._problems += [f"it has no parameter {name!r}" for name in self._checkpoint.named if name in wanted - there]
-        self._problems += [f"its parameter {name!r} is not in this optimizer" for name in sorted(there - known)]
+        wanted = [name for name, named in self._checkpoint.named.items() if named.member.param.numel()]
+        return [f"it has no parameter {name!r}" for name in wanted if name not in there]
 
-    def _compare_states(self, name: str, named: Named) -> None:
+    def _differences(self, name: str, named: Named) -> list[str]:
         saved = self._states.get(name, {})
         named.absent = not saved.keys() - {MASTER}
-        wanted = named.tensors.keys() | named.numbers.keys()
+        wanted, found = named.tensors.keys() | named.numbers.keys(), list[str]()
         if named.absent or not named.member.param.numel():
-            return
+            return found
         if name not in self._checkpoint.unforeseen:
-            self._problems += [f"it has no {state} of {name!r}" for state in sorted(wanted - saved.keys() - {MASTER})]
-            self._problems += [
+            found += [f"it has no {state} of {name!r}" for state in sorted(wanted - saved.keys() - {MASTER})]
+            found += [
                 f"it has {state} of {name!r}, which this optimizer has not: another kind wrote it, or other options"
                 for state in sorted(saved.keys() - wanted - {MASTER})
             ]
-        for state in saved.keys() & named.tensors.keys():
-            self._compare_tensors(saved[state], f"{state} of {name!r}", named, state)
-
-    def _compare_tensors(self, key: str, what: str, named: Named, state: str) -> None:
-        there, shape = self._saved[key], named.member.param.shape
-        if not isinstance(there, TensorStorageMetadata):
-            self._problems.append(f"its {what} is no tensor")
-        elif tuple(there.size) != tuple(shape):
-            self._problems.append(f"its {what} has shape {tuple(there.size)}, the parameter {tuple(shape)}")
-        elif there.properties.dtype.is_floating_point != named.tensors[state].dtype.is_floating_point:
-            self._problems.append(f"its {what} is {there.properties.dtype}, here {named.tensors[state].dtype}")
+        for state in sorted(saved.keys() & named.tensors.keys()):
+            what, there, dtype = f"its {state} of {name!r}", self._saved[saved[state]], named.tensors[state].dtype
+            if not isinstance(there, TensorStorageMetadata):
+                found.append(f"{what} is no tensor")
+            elif there.size != named.member.param.shape:
+                found.append(f"{what} has shape {tuple(there.size)}, the parameter {tuple(named.member.param.shape)}")
+            elif there.properties.dtype.is_floating_point != dtype.is_floating_point:
+                found.append(f"{what} is {there.properties.dtype}, here {dtype}")
+        return found
 
     def _read_states(self, name: str, named: Named, entries: dict[str, Any]) -> None:
         for state, key in self._states.get(name, {}).items():
@@ -116,3 +111,17 @@ class Match:
 
     def _key(self, section: str) -> str:
         return f"{self._prefix}{section}."
+
+
+def refuse(problems: Collection[str]) -> None:
+    """Raise ValueError if there are any."""
+    if problems:
+        shown = "; ".join(list(problems)[:3])
+        more = f"; and {len(problems) - 3} more like these" if len(problems) > 3 else ""
+        raise ValueError(f"{this_rank()}: the checkpoint doesn't fit, nothing has been loaded: {shown}{more}")
+
+
+def refuse_strangers(of_ranks: Iterable[set[str]]) -> None:
+    """Raise ValueError for parameters of a checkpoint that no rank knows. Experts are known by some."""
+    strangers = set.intersection(*of_ranks)
+    refuse([f"its parameter {name!r} is not in this optimizer" for name in sorted(strangers)])

@@ -3,6 +3,7 @@
 import io
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from stepstack_sharded_states._checkpoint import Checkpoint
 from stepstack_sharded_states._chunks import Chunks
-from stepstack_sharded_states._match import Match
+from stepstack_sharded_states._match import Match, refuse_strangers
 from stepstack_sharded_states._mesh import this_rank
 
 
@@ -39,8 +40,11 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         assert metadata is not None
         self.state_dict = dict(self.state_dict)
         self._values: dict[str, tuple[dict[str, Any], str]] = {}
+        self._strangers: dict[str, set[str]] = {}
         for prefix, checkpoint in _checkpoints_in(self.state_dict).items():
-            self._values |= Match(prefix, checkpoint, metadata.state_dict_metadata).into(self.state_dict)
+            match = Match(prefix, checkpoint, metadata.state_dict_metadata)
+            self._values |= match.into(self.state_dict)
+            self._strangers[prefix] = match.strangers()
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -51,7 +55,13 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         for key, value in self.state_dict.items():
             if isinstance(value, Chunks) and numel[key] != sum(box.stop - box.start for box in value.holding.boxes):
                 raise ValueError(f"{this_rank()}: the checkpoint has gaps in {key!r}: it was not saved as a whole")
-        return plan
+        return replace(plan, planner_data=self._strangers)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator alone, whose exceptions are everybody's."""
+        for prefix in {prefix for plan in global_plan for prefix in plan.planner_data}:
+            refuse_strangers(plan.planner_data[prefix] for plan in global_plan if prefix in plan.planner_data)
+        return super().create_global_plan([replace(plan, planner_data=None) for plan in global_plan])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key, plain = read_item.dest_index.fqn, torch.load(value, weights_only=True)
