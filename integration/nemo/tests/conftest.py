@@ -1,10 +1,17 @@
-"""The model of the comparisons: y = Σ (i + 1)·pᵢ·x. Its parameters take turns in two groups and are cut by slices."""
+"""What tests share: a model, trained side by side with a replica; and a trainer beside NeMo.
+
+The model is y = Σ (i + 1)·pᵢ·x. Its parameters take turns in two groups and are cut by slices.
+"""
+
+import os
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import stepstack_nemo
 from stepstack_nemo import DistributedFusedAdam
 
 ADAM = {"betas": (0.1, 0.2), "eps": 0.25, "weight_decay": 0.1}
@@ -88,3 +95,80 @@ def furthest(ours, theirs):
     """The largest difference, as a part of the largest number among what it is in."""
     pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+@pytest.fixture(scope="session")
+def fit_beside_nemo():
+    pytest.importorskip("nemo.core", reason="NeMo is not installed: nox -s 'engines(nemo)'")
+    return _fit_beside_nemo
+
+
+def _fit_beside_nemo(
+    rank,
+    ranks,
+    make_model,
+    *,
+    precision="32-true",
+    clip=None,
+    ours=True,
+    steps=8,
+    hook=False,
+    save_to=None,
+    resume=None,
+    **more,
+):
+    """Losses, parameters, loss scale and learning rate after `steps` of Lightning's trainer, which `more` goes to."""
+    from lightning.pytorch import Callback, Trainer, seed_everything
+    from lightning.pytorch.plugins import MixedPrecision
+
+    os.environ |= {  # as torchrun would have it, and Lightning then takes it
+        "TORCHELASTIC_RUN_ID": "tests",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29400",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    seed_everything(0, verbose=False)
+    losses = []
+
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, *_):
+            losses.append(float(outputs["loss"]))
+
+    plugins, scaler = [], None
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        if ours:
+            scaler = stepstack_nemo.GradScaler(1024.0, growth_interval=3, device="cpu")
+        plugins, precision = [MixedPrecision("16-mixed", device="cpu", scaler=scaler)], None
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="stepstack" if ours else "ddp",
+        precision=precision,
+        plugins=plugins,
+        max_steps=steps,
+        gradient_clip_val=clip,
+        callbacks=[Losses()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+    model = make_model(trainer)
+    if hook:
+        model.configure_gradient_clipping = types.MethodType(stepstack_nemo.configure_gradient_clipping, model)
+    trainer.fit(model, ckpt_path=resume)
+    if save_to:
+        trainer.save_checkpoint(save_to)
+    values = torch.cat([p.detach().float().contiguous().flatten() for p in model.parameters()])
+    return (
+        losses,
+        values,
+        None if scaler is None else scaler.get_scale(),
+        float(trainer.optimizers[0].param_groups[0]["lr"]),
+    )
