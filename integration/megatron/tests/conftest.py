@@ -75,6 +75,7 @@ class Engine:
     def optimizer(self, *chunks, dtype=torch.float32, distributed=False, **options):
         """What `get_megatron_optimizer` makes of wrapped modules: always a ChainedOptimizer."""
         given = {
+            "optimizer": "adam",
             "lr": 1e-2,
             "weight_decay": 0.1,
             "clip_grad": 0.05,
@@ -84,7 +85,6 @@ class Engine:
             "hysteresis": 2,
         }
         config = self.core.optimizer.OptimizerConfig(
-            optimizer="adam",
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
             **IN_16_BITS[dtype],

@@ -39,15 +39,15 @@ def members_of(optimizer: Any) -> list[Any]:
     if not members:
         raise ValueError(f"{_here()}: the ChainedOptimizer has no optimizers: this rank has nothing to step")
     for member in members:
-        for flaw in _flaws(member):
+        for flaw in _flaws(optimizer, member):
             raise ValueError(f"{_here()}: this {kind_of(member)} can't be plugged: {flaw}")
     return members
 
 
-def _flaws(member: Any) -> Iterator[str]:
+def _flaws(optimizer: Any, member: Any) -> Iterator[str]:
     if kind_of(member) not in (FP32, FLOAT16, DISTRIBUTED):
         yield "only FP32Optimizer, Float16OptimizerWithFloat16Params and DistributedOptimizer are handled in a chain"
-    if "step" in vars(member):
+    if "step" in vars(member) or "step" in vars(optimizer):
         yield "its step has been replaced already; if that was plug, remove() takes it away"
     if member.config.use_precision_aware_optimizer:
         yield "use_precision_aware_optimizer keeps the states in Transformer Engine's own forms; set it to False"
