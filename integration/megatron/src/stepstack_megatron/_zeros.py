@@ -56,6 +56,7 @@ def _added(counts: list[Tensor], groups: tuple[dist.ProcessGroup, ...]) -> Tenso
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a rank that holds nothing takes part: a device that the group communicates on, the CPU last."""
+    """Where a rank that holds nothing takes part: where the others have their gradients, on the accelerator if any."""
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    return torch.empty(0, device=next((kind for kind in kinds if kind != "cpu"), "cpu")).device
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.empty(0, device=here.type if here is not None and here.type in kinds else "cpu").device
