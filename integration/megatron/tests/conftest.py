@@ -60,15 +60,15 @@ class Engine:
         self.parallel_state.destroy_model_parallel()
         self._exits.close()
 
-    def wrapped(self, module, *, dtype=torch.float32, distributed=False, grad_dtype=torch.float32):
-        """A module under Megatron's DistributedDataParallel."""
+    def wrapped(self, module, *, dtype=torch.float32, distributed=False, **options):
+        """A module under Megatron's DistributedDataParallel, whose config has these options too."""
         config = self.core.transformer.TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
         )
         ddp = self.core.distributed.DistributedDataParallelConfig(
             use_distributed_optimizer=distributed,
             num_distributed_optimizer_instances=self.instances,
-            grad_reduce_in_fp32=grad_dtype == torch.float32,
+            **{"grad_reduce_in_fp32": True, **options},
         )
         return self.core.distributed.DistributedDataParallel(config, ddp, module.to(dtype))
 

@@ -5,7 +5,7 @@ import torch
 
 from stepstack_fused_adam import FusedAdamW
 from stepstack_megatron import plug
-from stepstack_testing import HostSyncs, on_ranks
+from stepstack_testing import HostSyncs, Operations, on_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -33,13 +33,13 @@ def runs(engine):
     return of
 
 
-def beside(megatron, rank, ranks, distributed, dtype):
+def beside(megatron, rank, ranks, distributed, dtype, **options):
     """Steps of Megatron's own optimizer, and of a plugged one, on the same gradients."""
     ways = []
     for plugged in (False, True):
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.LayerNorm(9))
-        chunk = megatron.wrapped(module, dtype=dtype, distributed=distributed)
+        chunk = megatron.wrapped(module, dtype=dtype, distributed=distributed, **options)
         optimizer = megatron.optimizer(chunk, dtype=dtype, distributed=distributed)
         if plugged:
             plug(optimizer)
@@ -49,7 +49,7 @@ def beside(megatron, rank, ranks, distributed, dtype):
             overflows = dtype == FP16 and step in OVERFLOWS and rank == ranks - 1
             megatron.backward(chunk, optimizer, grads, before_reduction=overflow if overflows else None)
             weights = [weight.clone() for weight in optimizer.chained_optimizers[0].get_parameters()]
-            with HostSyncs() as syncs:
+            with HostSyncs() as syncs, Operations() as operations:
                 success, norm, zeros = optimizer.step()
             waits = [name for name, where in zip(syncs, syncs.where, strict=True) if "/torch/optim/" not in where]
             unchanged = all(map(torch.equal, weights, optimizer.chained_optimizers[0].get_parameters()))
@@ -60,6 +60,7 @@ def beside(megatron, rank, ranks, distributed, dtype):
                     "zeros": None if zeros is None else int(zeros),
                     "scale": float(optimizer.get_loss_scale()),
                     "waits": waits,
+                    "reductions": operations["c10d.allreduce_"],
                     "unchanged": unchanged,
                     "tensors": [type(number) for number in (success, norm, zeros)],
                 }
@@ -134,6 +135,14 @@ def test_no_step_waits_where_megatrons_waits_for_the_flag_the_norm_and_the_zeros
         assert [len(seen["waits"]) for seen in stock] == [flag + 2 * seen["success"] for seen in stock]
 
 
+def test_the_norm_takes_one_reduction_and_the_zeros_another(runs):
+    for distributed, dtype in SHARDED:
+        for rank in runs(2, 1):
+            (stock, _, _), (plugged, _, _) = rank[distributed, dtype]
+            assert [seen["reductions"] for seen in plugged] == [2] * STEPS
+            assert next(seen["reductions"] for seen in stock if seen["success"]) == 2 + (dtype == FP16)
+
+
 def test_all_ranks_have_the_same_model(runs):
     for (ranks, instances), several in RANKS.items():
         first, *others = runs(ranks, instances)
@@ -141,3 +150,20 @@ def test_all_ranks_have_the_same_model(runs):
             for other in others:
                 for one, another in zip(first[case][1][2], other[case][1][2], strict=True):
                     torch.testing.assert_close(one, another, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+def test_small_buckets_that_overlap_backward_and_gradients_of_16_bits_are_megatrons_too(engine, distributed):
+    options = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "bucket_size": 32}
+
+    def run(rank):
+        with engine() as megatron:
+            return beside(megatron, rank, 2, distributed, BF16, **options)
+
+    for (stock, theirs, _), (plugged, ours, _) in on_ranks(2, run, timeout=60):
+        for seen, expected in zip(plugged, stock, strict=True):
+            assert seen["norm"] == pytest.approx(expected["norm"], rel=1e-6)
+            assert seen["zeros"] == expected["zeros"]
+            assert seen["waits"] == []
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

@@ -51,7 +51,8 @@ def _added(counts: list[Tensor], groups: tuple[dist.ProcessGroup, ...]) -> Tenso
     device = counts[0].device if counts else _device_of(groups[0])
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
     for group in groups:
-        dist.all_reduce(total, group=group)
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
     return total
 
 
