@@ -35,6 +35,7 @@ with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
 
 
 def zero(model, dtype, adam, *, stage):
+    model = model.to(dtype)  # it leaves buffers as they are
     deepspeed.utils.logger.setLevel(logging.ERROR)
     for name in deepspeed.ops.__compatible_ops__:
         if "shm" in name:  # an all-reduce through shared memory, which it would build now
