@@ -41,11 +41,10 @@ def objections(buckets: Sequence[Bucket], meshes: Collection[Ranks]) -> list[Ten
     """One more gradient for each mesh: zero, and NaN on a rank that has seen that ranks differ in what has one."""
     shards = []
     for ranks in meshes:
-        differ = _differ(buckets, ranks)
-        element = torch.zeros(1, device=buckets[0].params.device)
-        if differ is not None:
-            element.masked_fill_(differ, math.nan)
         if ranks.size > 1:
+            element, differ = torch.zeros(1, device=buckets[0].params.device), _differ(buckets, ranks)
+            if differ is not None:
+                element.masked_fill_(differ, math.nan)
             shards.append(ranks.sharded(element, ranks.shards))
     return shards
 
