@@ -206,7 +206,21 @@ def test_any_elementwise_optimizer_goes_on(tmp_path, kind):
         torch.testing.assert_close(result, unbroken, rtol=0, atol=1e-6)
 
 
-def test_replicas_write_once_and_boxes_are_no_more_than_a_sixteenth(tmp_path):
+def test_what_is_written_is_no_copy():
+    params = params_of(w=(3, 40, 7))
+    params["w"].data = params["w"].data.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    optimizer = make(params)
+    step(params, optimizer)
+    state = optimizer.state_dict()["state"][0]["exp_avg"]
+    chunks = optimizer.sharded_state_dict()["state.w.exp_avg"]
+    (item,) = chunks.__create_write_items__("state.w.exp_avg", chunks)
+    part = chunks.__get_tensor_shard__(item.index)
+    assert torch.equal(part, state[:840].view(7, 3, 40).permute(1, 2, 0))
+    assert part.untyped_storage().nbytes() == part.nbytes == 4 * 840
+    assert part.data_ptr() == next(iter(optimizer.state.values()))["exp_avg"].data_ptr()
+
+
+def test_replicas_write_once_and_boxes_are_small(tmp_path):
     def check(rank):
         params = params_of(w=(1000, 1000))
         optimizer = make(params, mesh=init_device_mesh("cpu", (2, 2)))

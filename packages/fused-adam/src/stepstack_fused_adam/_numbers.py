@@ -18,8 +18,8 @@ class Coded:
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
     """The elements [start, stop), decoded."""
-    write: Callable[[Tensor], None]
-    """Encode all of them."""
+    write: Callable[[int, Tensor], None]
+    """Encode those from a multiple of 64 on."""
 
 
 def numbers(param: Tensor, state: State) -> dict[str, Tensor | Coded]:
@@ -50,8 +50,10 @@ def _blocks(name: str, codes: Tensor, scale: Tensor) -> Coded:
         whole = slice(first * _block8.BLOCK, stop)
         return decode(codes[whole], scale[first : _block8.blocks(stop)])[start - whole.start :]
 
-    def write(values: Tensor) -> None:
-        for old, new in zip((codes, scale), encode(values), strict=True):
+    def write(start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        there = codes[start:stop], scale[start // _block8.BLOCK : _block8.blocks(stop)]
+        for old, new in zip(there, encode(values), strict=True):
             old.copy_(new)
 
     return Coded(scale.dtype, read, write)
@@ -61,8 +63,8 @@ def _joined(param: Tensor, high: Tensor, low: Tensor) -> Coded:
     def read(start: int, stop: int) -> Tensor:
         return _remainder.join(param[start:stop], high[start:stop], low[start:stop])
 
-    def write(values: Tensor) -> None:
+    def write(start: int, values: Tensor) -> None:
         for old, new in zip((param, high, low), _remainder.split(values), strict=True):
-            old.copy_(new)
+            old[start : start + values.numel()].copy_(new)
 
     return Coded(torch.float32, read, write)

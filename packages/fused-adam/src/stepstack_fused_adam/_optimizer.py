@@ -158,8 +158,8 @@ class FusedAdamW(torch.optim.AdamW):
     def numbers(self, param: Tensor) -> dict[str, Tensor | Coded]:
         """The moments and the master weight of a parameter, in the order of memory, for who saves and loads in pieces.
 
-        Without a copy: flat views where numbers are stored as such, else what reads a stretch of them and writes them
-        all (a master with a "remainder" into the parameter too). Empty where there is no state yet.
+        Without a copy: flat views where numbers are stored as such, else what reads and writes a stretch of them (of a
+        master with a "remainder" in the parameter too). Empty where there is no state yet.
         """
         return numbers(param, self.state[param]) if self.state.get(param) else {}
 

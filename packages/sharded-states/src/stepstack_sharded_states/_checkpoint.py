@@ -223,8 +223,8 @@ def names_in(group: Group) -> list[str]:
 
 
 def _box_sizes(buckets: Sequence[Bucket]) -> dict[Ranks, int]:
-    """How large a box may be, in elements: a sixteenth of a rank's part, since writing one takes a copy of it."""
+    """How large a box may be, in elements: a 32nd of a rank's part, since writing one takes a copy of it."""
     numel: Counter[Ranks] = Counter()
     for bucket in buckets:
         numel[bucket.ranks] += bucket.param_slice.numel()
-    return {ranks: max(_LEAST_BOX, total // 16) for ranks, total in numel.items()}
+    return {ranks: max(_LEAST_BOX, total // 32) for ranks, total in numel.items()}

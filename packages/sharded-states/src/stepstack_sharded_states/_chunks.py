@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils.dlpack import from_dlpack
 
 from stepstack_sharded_states._boxes import Box, memory_order
 
@@ -148,7 +149,9 @@ class Chunks(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        return self.holding.part(index.offset, to_overwrite=self.loading)
+        part = self.holding.part(index.offset, to_overwrite=self.loading)
+        # Without the rest of its storage, or who writes it makes a copy to be rid of that.
+        return from_dlpack(part) if part.is_cpu and not self.loading else part
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -12,6 +12,7 @@ from stepstack_sharded_states._bucket import Bucket, Member
 from stepstack_sharded_states._states import Coded, tensors_of
 
 MASTER = "master_weight"
+_STRETCH = 2**20  # elements that are encoded at a time
 
 
 class Named:
@@ -110,6 +111,11 @@ class TensorOfPiece:
             self._buffer = torch.zeros_like(self._named.piece.detach(), dtype=self.dtype)
         return self._buffer[start:stop]
 
+    def complete(self) -> None:
+        """All of it has been written, and may leave its buffer; but a master waits for its parameter to be loaded."""
+        if self.exists and self._state != MASTER:
+            self.finish()
+
     def finish(self) -> None:
         """What was written to a buffer goes where it belongs."""
         values, self._buffer = self._buffer, None
@@ -127,7 +133,8 @@ class TensorOfPiece:
         if isinstance(there, Tensor):
             there.copy_(values)
         elif there is not None:
-            there.write(values.to(there.dtype))
+            for start in range(0, values.numel(), _STRETCH):
+                there.write(start, values[start : start + _STRETCH].to(there.dtype))
 
     def there(self) -> Tensor | Coded | None:
         """The state as it is now."""

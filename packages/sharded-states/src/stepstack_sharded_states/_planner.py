@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
@@ -17,6 +18,7 @@ from stepstack_sharded_states._checkpoint import Checkpoint
 from stepstack_sharded_states._chunks import Chunks
 from stepstack_sharded_states._match import Match, refuse_strangers
 from stepstack_sharded_states._mesh import this_rank
+from stepstack_sharded_states._named import TensorOfPiece
 
 
 class ShardedLoadPlanner(DefaultLoadPlanner):
@@ -50,6 +52,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
         numel: Counter[str] = Counter()
+        self._left = Counter(item.dest_index.fqn for item in plan.items)
         for item in plan.items:
             numel[item.dest_index.fqn] += prod(item.lengths)
         for key, value in self.state_dict.items():
@@ -62,6 +65,13 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         for prefix in {prefix for plan in global_plan for prefix in plan.planner_data}:
             refuse_strangers(plan.planner_data[prefix] for plan in global_plan if prefix in plan.planner_data)
         return super().create_global_plan([replace(plan, planner_data=None) for plan in global_plan])
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        key = read_item.dest_index.fqn
+        self._left[key] -= 1
+        value = self.state_dict[key]
+        if not self._left[key] and isinstance(value, Chunks) and isinstance(value.holding.place, TensorOfPiece):
+            value.holding.place.complete()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key, plain = read_item.dest_index.fqn, torch.load(value, weights_only=True)

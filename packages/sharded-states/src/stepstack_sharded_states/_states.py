@@ -2,8 +2,8 @@
 
 An optimizer's states are what it has in `state`: of each piece, tensors with as many elements, which are cut with it,
 and single numbers. One that stores them in another form (codes, parts of numbers) may say so, by two methods:
-`numbers(param)` gives by name flat tensors, or objects with `dtype`, `read(start, stop)` and `write(values)`; and
-`create_states(params)` makes states that are not there yet.
+`numbers(param)` gives by name flat tensors, or objects with `dtype`, `read(start, stop)` and `write(start, values)` of
+stretches that start at multiples of 64; and `create_states(params)` makes states that are not there yet.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ class Coded(Protocol):
 
     def read(self, start: int, stop: int) -> Tensor: ...
 
-    def write(self, values: Tensor) -> None: ...
+    def write(self, start: int, values: Tensor) -> None: ...
 
 
 def tensors_of(inner: Optimizer, piece: Tensor) -> dict[str, Tensor | Coded]:
