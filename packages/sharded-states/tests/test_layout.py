@@ -43,6 +43,13 @@ def test_members_touch_and_are_sorted_by_group(numels, shards):
 
 
 @given(numels, shards_of, st.integers(1, 20_000))
+def test_another_run_lays_out_alike_though_hashes_are_others(numels, shards, capacity):
+    others = {"fp32": object(), "bf16": object()}
+    renamed = [(numel, group, others[kind]) for numel, group, kind in numels]
+    assert plan(entries_of(numels, shards), capacity) == plan(entries_of(renamed, shards), capacity)
+
+
+@given(numels, shards_of, st.integers(1, 20_000))
 def test_slices_are_as_even_as_blocks_allow(numels, shards, capacity):
     for bucket in plan(entries_of(numels, shards), capacity):
         assert BLOCK <= bucket.numel - bucket.stops[-1] < BLOCK * (shards + 1)
