@@ -69,6 +69,7 @@ class Plug:
 
     def __init__(self, engine: Any, seam: Seam) -> None:
         self.engine = engine
+        self._seam = seam
         self._overrides = Overrides()
         self._overrides.replace(engine, "stepstack_plug", self)
         seam.attach(self._overrides)
