@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from stepstack_fused_adam import FusedAdam, FusedAdamW
 from stepstack_megatron import plug
@@ -156,6 +158,46 @@ def test_another_inner_optimizer_stays_and_waits_once_to_know_whether_to_step(en
     before, after, own = on_ranks(1, run, timeout=60)[0]
     assert all(map(torch.equal, before, after))
     torch.testing.assert_close(after, own, rtol=1e-6, atol=1e-6)
+
+
+def test_a_pipeline_stage_without_anything_to_train_takes_part(engine):
+    def run(rank):
+        with engine(pp=2) as megatron:
+            results = []
+            for distributed, dtype in ((False, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
+                module = torch.nn.Linear(8, 5)
+                module.requires_grad_(rank == 0)
+                chunk = megatron.wrapped(module, dtype=dtype, distributed=distributed)
+                optimizer = megatron.optimizer(chunk, dtype=dtype, distributed=distributed)
+                plug(optimizer)
+                if rank == 0:
+                    megatron.backward(chunk, optimizer, {"weight": torch.ones(5, 8), "bias": torch.zeros(5)})
+                success, norm, zeros = optimizer.step()
+                results.append((bool(success), norm.item(), zeros.item()))
+            return results
+
+    for results in on_ranks(2, run, timeout=60):
+        assert results == [(True, pytest.approx(40**0.5), 5)] * 3
+
+
+def test_parameters_of_torchs_fsdp_are_measured_over_their_mesh(engine):
+    grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+    def run(rank):
+        with engine() as megatron:
+            module = torch.nn.Linear(8, 6, bias=False)
+            torch.distributed.fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+            factory = megatron.core.optimizer
+            config = factory.OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, log_num_zeros_in_grad=True)
+            optimizer = factory.FP32Optimizer(torch.optim.AdamW(module.parameters()), config, lambda inner: None)
+            optimizer.tp_group = megatron.parallel_state.get_tensor_model_parallel_group()
+            plug(optimizer)
+            param = module.weight
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+            success, norm, zeros = optimizer.step()
+            return bool(success), norm.item(), zeros.item()
+
+    assert on_ranks(2, run, timeout=60) == [(True, pytest.approx(grad.norm().item(), rel=1e-6), 0)] * 2
 
 
 def test_what_is_not_handled_is_refused_by_name_and_nothing_has_changed(engine):
