@@ -1,19 +1,19 @@
 """Train a small GPT, byte by byte, on the source code of Python's own standard library.
 
     python train_gpt.py                                   # two processes, a few minutes on two CPU cores
-    python train_gpt.py --resume runs/gpt/step-000250     # go on from a checkpoint, with its options
+    python train_gpt.py --resume runs/gpt --ranks 1       # go on from the newest checkpoint, with its options
     torchrun --nproc-per-node 8 train_gpt.py --size large --dtype bf16
 
-Each process trains on text of its own and holds the whole model, but only its share of Adam's states. Ctrl-C stops all
-of them after the same step and leaves a checkpoint. What stepstack does is in `train`, which comes first; the rest is
-what every training script has. The model and the text are in gpt.py.
+Each process trains on its share of the step's text and holds the whole model, but only its share of Adam's states.
+Ctrl-C stops all of them after the same step and leaves a checkpoint, from which any number of processes goes on. What
+stepstack does is in `train`, which comes first; the rest is what every training script has. The model and the text are
+in gpt.py.
 """
 
 import argparse
-import json
+import itertools
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -28,15 +28,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.run import main as torchrun
 from tqdm import tqdm
 
-from stepstack import OptimizerStep
+from stepstack import CheckpointError, OptimizerStep, load_checkpoint, save_checkpoint
 from stepstack_fused_adam import FusedAdamW
 from stepstack_sharded_states import ShardedOptimizer
 
-BATCH = 16  # sequences for each rank and step
 MAX_NORM = 1.0
 READ_EVERY = 10  # steps
 VALIDATE_EVERY = 20
-CUT = ("ranks", "dtype", "size")  # options that a checkpoint is tied to
+SAVE_EVERY = 100
+KEPT = ("steps", "batch", "dtype", "size", "seed")  # options that a checkpoint brings along
+TIED = ("batch", "size", "seed")  # those without which it would be another run
 
 
 def train(options):
@@ -64,16 +65,24 @@ def train(options):
 
     step, history = 0, {"training": [], "validation": []}
     if options.resume:
-        step, history = load(options.resume, rank, model, optimizer, optimizer_step)
+        step, extra, _ = load_checkpoint(options.resume, model=model, optimizer=optimizer_step)
+        history = extra["history"]
     else:
-        history["validation"].append((0, validate(model, validation_text)))
+        history["validation"].append((0, validate(model, validation_text, sequences=2 * options.batch)))
+
+    def save():
+        """Every rank writes its share, for any number of ranks to load."""
+        extra = {"history": history, "options": {name: getattr(options, name) for name in KEPT}}
+        return save_checkpoint(options.out, model=model, optimizer=optimizer_step, step=step, extra=extra, keep=2)
 
     stop = stop_signal()
     bar = tqdm(total=options.steps, initial=step, unit="step", disable=rank > 0)
     unread, since = [], time.perf_counter()
     while step < options.steps:
-        seed = (options.seed * 1_000_000 + step) * ranks + rank
-        loss = model.loss(batch(training_text, sequences=BATCH, length=model.context, seed=seed).to(device))
+        # Which text a step is trained on follows from the step, whatever the number of ranks: each takes its share.
+        seed = options.seed * 1_000_000 + step
+        whole = batch(training_text, sequences=options.batch, length=model.context, seed=seed)
+        loss = model.loss(whole.chunk(ranks)[rank].to(device))
         loss.backward()
         result = optimizer_step()
         step += 1
@@ -84,17 +93,20 @@ def train(options):
             continue
         history["training"] += mean_over_ranks(torch.stack(unread)).tolist()
         if step % VALIDATE_EVERY == 0 or step == options.steps:
-            history["validation"].append((step, validate(model, validation_text)))
+            history["validation"].append((step, validate(model, validation_text, sequences=2 * options.batch)))
         loss, grad_norm, _ = history["training"][-1]
-        speed = len(unread) * ranks * BATCH * model.context / (time.perf_counter() - since)
+        speed = len(unread) * options.batch * model.context / (time.perf_counter() - since)
         bar.set_postfix_str(f"loss {loss:.3f}, gradient norm {grad_norm:.2f}, {speed:,.0f} tokens/s", refresh=False)
         bar.update(len(unread))
         unread, since = [], time.perf_counter()
         if mean_over_ranks(torch.tensor(float(stop.is_set()), device=device)) > 0:  # one rank's signal stops all
             break
+        if step % SAVE_EVERY == 0 and step < options.steps:
+            save()
+            since = time.perf_counter()
     bar.close()
 
-    checkpoint = save(options, rank, step, history, model, optimizer, optimizer_step)
+    checkpoint = save()
     if rank == 0 and step < options.steps:
         print(f"Stopped after step {step} of {options.steps}. To go on: python {sys.argv[0]} --resume {checkpoint}")
     elif rank == 0:
@@ -111,41 +123,11 @@ def warmup_and_cosine(applied_steps, *, steps, warmup=40):
 
 
 @torch.no_grad()
-def validate(model, text):
-    """The loss on text that isn't trained on, the same text every time."""
-    pieces = batch(text, sequences=32, length=model.context, seed=dist.get_rank())
-    return mean_over_ranks(model.loss(pieces.to(model.embedding.weight.device))).item()
-
-
-def save(options, rank, step, history, model, optimizer, optimizer_step):
-    """Write a checkpoint aside, then give it its name: what has the name is complete."""
-    checkpoint = options.out / f"step-{step:06d}"
-    aside = checkpoint.with_suffix(".partial")
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    torch.save(optimizer.state_dict(), aside / f"optimizer-{rank}.pt")  # its share
-    if rank == 0:
-        training = {"step": step, "history": history, "optimizer_step": optimizer_step.state_dict()}
-        torch.save({"model": model.state_dict(), **training}, aside / "training.pt")
-        kept = {name: getattr(options, name) for name in (*CUT, "steps", "seed")}
-        (aside / "options.json").write_text(json.dumps(kept))
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        aside.rename(checkpoint)
-    return checkpoint
-
-
-def load(checkpoint, rank, model, optimizer, optimizer_step):
-    """Set everything to what it was; return the step and the history. The text's next piece follows from the step."""
-    device = model.embedding.weight.device
-    training = torch.load(checkpoint / "training.pt", map_location=device)
-    model.load_state_dict(training["model"])
-    optimizer.load_state_dict(torch.load(checkpoint / f"optimizer-{rank}.pt", map_location=device))
-    optimizer_step.load_state_dict(training["optimizer_step"])
-    return training["step"], training["history"]
+def validate(model, text, *, sequences):
+    """The loss on text that isn't trained on, the same text every time, of which each rank takes its share."""
+    whole = batch(text, sequences=sequences, length=model.context, seed=0)
+    mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
+    return mean_over_ranks(model.loss(mine.to(model.embedding.weight.device))).item()
 
 
 def draw(history, path):
@@ -217,25 +199,37 @@ def read_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--ranks", type=positive, default=torch.cuda.device_count() or 2, help="processes")
+    parser.add_argument("--batch", type=positive, default=32, help="sequences in a step, of all ranks together")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), metavar="DIR", help="for checkpoints and curves")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="a checkpoint to go on from")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for checkpoints and curves (a new one in runs)")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint in it, or from it")
     options = parser.parse_args()
     if options.resume:
-        if not (options.resume / "options.json").exists():
-            parser.error(f"--resume {options.resume}: there is no checkpoint")
-        kept = json.loads((options.resume / "options.json").read_text())
-        parser.set_defaults(out=options.resume.parent, **kept)
+        try:
+            _, extra, checkpoint = load_checkpoint(options.resume)
+        except CheckpointError as error:
+            parser.error(f"--resume {error}")
+        parser.set_defaults(out=checkpoint.parent, **extra["options"])
         options = parser.parse_args()
+        for name in TIED:
+            if getattr(options, name) != extra["options"][name]:
+                parser.error(f"--resume {checkpoint}: it goes on with --{name} {extra['options'][name]} only")
+    elif options.out is None:
+        options.out = next(folder for folder in folders_like(Path("runs/gpt")) if not any(folder.glob("step_*")))
+    elif any(options.out.glob("step_*")):
+        parser.error(f"--out {options.out}: it has checkpoints of another run: --resume {options.out}, or say another")
     if "WORLD_SIZE" in os.environ:  # set by torchrun, whose word is final
         options.ranks = int(os.environ["WORLD_SIZE"])
-    if options.resume:
-        for name in CUT:
-            if getattr(options, name) != kept[name]:
-                parser.error(f"--resume {options.resume}: it was written with --{name} {kept[name]}; go on with that")
+    if options.batch % options.ranks:
+        parser.error(f"--batch {options.batch} can't be shared out evenly among {options.ranks} ranks")
     return options
+
+
+def folders_like(folder):
+    """The folder, and ones beside it with numbers."""
+    return (folder.with_name(f"{folder.name}-{number}") if number > 1 else folder for number in itertools.count(1))
 
 
 def positive(text):
