@@ -69,21 +69,24 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_in_any_precis
 def test_an_overflow_of_experts_lets_the_dense_layers_skip_too_and_both_scales_stay_one(engine):
     def run(rank):
         with engine(ep=2) as megatron:
-            scales = []
-            for distributed in (False, True):
+            scales = {True: [], False: []}
+            for distributed, plugged in ((False, True), (True, True), (True, False)):
                 module, chunk, optimizer = made(megatron, distributed, FP16, experts=True, hysteresis=1)
                 assert len(optimizer.chained_optimizers) == 2
-                plug(optimizer)
+                if plugged:
+                    plug(optimizer)
                 backward(megatron, module, chunk, optimizer, 1)
                 assert optimizer.step()[0]
                 before = everything(module, optimizer)
                 backward(megatron, module, chunk, optimizer, 2, spoil(torch.inf) if rank == 1 else None)
                 assert not optimizer.step()[0]
                 assert all(map(torch.equal, before, everything(module, optimizer)))
-                scales += [float(member.get_loss_scale()) for member in optimizer.chained_optimizers]
+                scales[plugged] += [float(member.get_loss_scale()) for member in optimizer.chained_optimizers]
             return scales
 
-    assert on_ranks(2, run, timeout=60) == [[2048.0] * 4] * 2
+    for scales in on_ranks(2, run, timeout=60):
+        assert scales[True] == [2048.0] * 4
+        assert scales[False] == [4096.0, 2048.0]  # Megatron's own part ways
 
 
 def test_results_on_the_host_are_megatrons_own_for_one_wait(engine):
