@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stepstack_deepspeed._plug_adam import InnerAdam
+from stepstack_fused_adam import FusedAdamW
 
 KINDS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, betas=(0.8, 0.9), weight_decay=0.2),
@@ -72,11 +73,7 @@ def test_loaded_states_are_taken_over():
             inner.step_("all", params, optimizer.param_groups[0], optimizer, None)
 
     three_steps()
-    saved, weights = optimizer.state_dict(), [param.detach().clone() for param in params]
-    saved = {
-        **saved,
-        "state": {name: {k: v.clone() for k, v in state.items()} for name, state in saved["state"].items()},
-    }
+    saved, weights = deepcopy(optimizer.state_dict()), [param.detach().clone() for param in params]
     three_steps()
     once = [param.detach().clone() for param in params]
     optimizer.load_state_dict(saved)
@@ -105,6 +102,23 @@ def test_counts_that_are_numbers_stay_numbers():
         assert [owner.state[param]["step"] for param in params] == [number + 1] * 2
     assert {type(owner.state[param]["step"]) for param in params} == {int}
     torch.testing.assert_close(params, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_one_of_ours_steps_itself():
+    params, grads = params_and_grads()
+    expected, _ = params_and_grads()
+    ours = FusedAdamW(params, lr=0.1, exp_avg_sq_dtype=torch.bfloat16)
+    plain = FusedAdamW(expected, lr=0.1, exp_avg_sq_dtype=torch.bfloat16)
+    inner = InnerAdam(ours)
+    for now in grads:
+        step(plain, expected, now)
+        for param, grad in zip(params, now, strict=True):
+            param.grad = 4 * grad
+        for number, param in enumerate(params):
+            inner.step_(number, [param], ours.param_groups[0], ours, torch.tensor(4.0))
+    torch.testing.assert_close(params, expected, rtol=1e-6, atol=1e-6)
+    assert len(ours.param_groups[0]["params"]) == 2
+    assert ours.state[params[0]]["exp_avg_sq"].dtype == torch.bfloat16
 
 
 def test_other_optimizers_are_refused_by_name():

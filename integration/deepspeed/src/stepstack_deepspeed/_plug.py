@@ -41,8 +41,8 @@ def plug(engine: Any, *, norm: bool = True, clip: bool = True, optimizer: bool =
       the loss was multiplied by, also when it grows in this step.
     - `optimizer`: `FusedAdamW` makes the update, with that number as its `grad_scale`, so the gradient is not rewritten
       at all. It works on the states and by the numbers of the Adam inside (torch's Adam and AdamW, DeepSpeed's
-      DeepSpeedCPUAdam and FusedAdam), which checkpoints and schedules go on seeing. With an offload `ratio`, both
-      halves go by those numbers.
+      DeepSpeedCPUAdam and FusedAdam, or ours), which checkpoints and schedules go on seeing. With an offload `ratio`,
+      both halves go by those numbers.
 
     Without one of them that part stays DeepSpeed's. Every rank plugs the same. Handled are ZeRO stages 0 to 3 and
     BF16_Optimizer, in fp32, bf16 and fp16, with or without optimizer offload to the CPU, of DeepSpeed 0.19.8 and later
@@ -72,7 +72,11 @@ class Plug:
         self._seam = seam
         self._overrides = Overrides()
         self._overrides.replace(engine, "stepstack_plug", self)
-        seam.attach(self._overrides)
+        try:
+            seam.attach(self._overrides)
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Give the engine its own methods and attributes back; weights and states stay as trained. Twice is once."""

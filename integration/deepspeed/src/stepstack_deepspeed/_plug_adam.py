@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam import FusedAdam
+from stepstack_fused_adam import FusedAdam, FusedAdamW
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "bias_correction")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -25,19 +25,22 @@ class InnerAdam:
 
     Learning rate, betas, eps and decay are read from its groups in each step. Moments are its tensors, and its step
     counts are kept, so checkpoints, `safe_get_local_optimizer_state` and a later step of its own find what they expect.
-    TypeError for any other optimizer.
+    One of ours steps itself. TypeError for any other optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._decoupled = True
+        self._adams: dict[Hashable, _Borrowed] = {}
+        if isinstance(optimizer, FusedAdamW):
+            return
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if name not in _DECOUPLED:
             raise TypeError(
                 f"{name} can't be stepped by FusedAdamW, which does {', '.join(_DECOUPLED)}; "
                 "plug(engine, optimizer=False) leaves the update to it"
             )
-        self._optimizer = optimizer
         self._decoupled = bool(_DECOUPLED[name](optimizer))
-        self._adams: dict[Hashable, _Borrowed] = {}
 
     @torch.no_grad()
     def step_(
@@ -53,6 +56,9 @@ class InnerAdam:
         A gradient is `grad`, or else `decoupled_grad`, of whatever dtype. `group` has the numbers, `owner` is the
         optimizer whose states they are: this one, or DeepSpeed's stand-in for parameters on another device.
         """
+        if isinstance(owner, FusedAdamW):
+            _step_alone(owner, {**group, "params": list(params)}, grad_scale)
+            return
         if key not in self._adams:
             self._adams[key] = _Borrowed(params, self._decoupled)
         self._adams[key].step_(group, owner, grad_scale)
@@ -73,12 +79,7 @@ class _Borrowed:
         stepped = [param for param in self._params if _gradient(param) is not None]
         for param in stepped:
             self._borrow(param, owner, bool(group.get("amsgrad")))
-        adam: Any = self._adam
-        adam.grad_scale, adam.found_inf = grad_scale, None
-        try:
-            adam.step()
-        finally:
-            del adam.grad_scale, adam.found_inf
+        _step(self._adam, grad_scale)
         for param in stepped:
             self._give_back(param, owner.state[param])
 
@@ -102,6 +103,23 @@ class _Borrowed:
         if self._adam.state[param]["step"] is not theirs["step"]:
             theirs["step"] += 1
             self._counts[param] += 1
+
+
+def _step_alone(adam: FusedAdamW, group: dict[str, Any], grad_scale: Tensor | float | None) -> None:
+    """A step of one group, which need not be one of its own."""
+    groups, adam.param_groups = adam.param_groups, [group]
+    try:
+        _step(adam, grad_scale)
+    finally:
+        adam.param_groups = groups
+
+
+def _step(adam: Any, grad_scale: Tensor | float | None) -> None:
+    adam.grad_scale, adam.found_inf = grad_scale, None
+    try:
+        adam.step()
+    finally:
+        del adam.grad_scale, adam.found_inf
 
 
 def _gradient(param: Tensor) -> Tensor | None:
