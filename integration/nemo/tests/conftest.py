@@ -99,7 +99,6 @@ def furthest(ours, theirs):
 
 @pytest.fixture(scope="session")
 def fit_beside_nemo():
-    pytest.importorskip("nemo.core", reason="NeMo is not installed: nox -s 'engines(nemo)'")
     return _fit_beside_nemo
 
 
@@ -117,10 +116,12 @@ def _fit_beside_nemo(
     resume=None,
     **more,
 ):
-    """Losses, parameters, loss scale and learning rate after `steps` of Lightning's trainer, which `more` goes to."""
-    from lightning.pytorch import Callback, Trainer, seed_everything
-    from lightning.pytorch.plugins import MixedPrecision
+    """Losses, parameters, loss scale and learning rate after `steps` of Lightning's trainer, which `more` goes to.
 
+    `save_to`: a checkpoint of the end of the second epoch.
+    """
+    lightning = pytest.importorskip("lightning.pytorch")
+    precisions = pytest.importorskip("lightning.pytorch.plugins.precision")
     os.environ |= {  # as torchrun would have it, and Lightning then takes it
         "TORCHELASTIC_RUN_ID": "tests",
         "MASTER_ADDR": "localhost",
@@ -131,20 +132,25 @@ def _fit_beside_nemo(
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    seed_everything(0, verbose=False)
+    lightning.seed_everything(0, verbose=False)
     losses = []
 
-    class Losses(Callback):
+    class Losses(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, *_):
             losses.append(float(outputs["loss"]))
+
+        def on_train_epoch_end(self, trainer, module):
+            # In the middle of an epoch Lightning would begin its data again, and schedulers keep their max_steps.
+            if save_to is not None and trainer.current_epoch == 1:
+                trainer.save_checkpoint(save_to)
 
     plugins, scaler = [], None
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         if ours:
             scaler = stepstack_nemo.GradScaler(1024.0, growth_interval=3, device="cpu")
-        plugins, precision = [MixedPrecision("16-mixed", device="cpu", scaler=scaler)], None
-    trainer = Trainer(
+        plugins, precision = [precisions.MixedPrecision("16-mixed", device="cpu", scaler=scaler)], None
+    trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy="stepstack" if ours else "ddp",
@@ -163,8 +169,6 @@ def _fit_beside_nemo(
     if hook:
         model.configure_gradient_clipping = types.MethodType(stepstack_nemo.configure_gradient_clipping, model)
     trainer.fit(model, ckpt_path=resume)
-    if save_to:
-        trainer.save_checkpoint(save_to)
     values = torch.cat([p.detach().float().contiguous().flatten() for p in model.parameters()])
     return (
         losses,
