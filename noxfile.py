@@ -108,17 +108,19 @@ def engines(session, name):
     session.env["TORCH_EXTENSIONS_DIR"] = str(home / "torch_extensions")  # kept, since they take minutes to build
     ours = [*BUILD_TOOLS, "torch", *foreign(test_groups())]
     theirs = dependency_groups(PROJECTS[name], "engine")
-    alone = PROJECTS[name]["dependency-groups"].get("engine-alone", [])  # without what these declare
+    # Without what these declare; of several versions, one after the other in the same environment.
+    alone = [group for key, group in PROJECTS[name]["dependency-groups"].items() if key.startswith("engine-alone")]
     stamp = home / "made-from.sha256"
-    made_from = fingerprint([*ours, *theirs, *alone], PYPROJECTS)
+    made_from = fingerprint([*ours, *theirs], PYPROJECTS)
     if not (stamp.exists() and stamp.read_text() == made_from):
         session.install("--no-compile", *ours)
         session.install("--no-compile", "--no-build-isolation", *theirs)
-        if alone:
-            session.install("--no-compile", "--no-build-isolation", "--no-deps", *alone)
         session.install("--no-build-isolation", *EDITABLE)
         stamp.write_text(made_from)
-    session.run("python", "-m", "pytest", FOLDERS[name] / "tests", "-m", "engine", *session.posargs)
+    for version in alone or [[]]:
+        if version:
+            session.install("--no-compile", "--no-build-isolation", "--no-deps", *version)
+        session.run("python", "-m", "pytest", FOLDERS[name] / "tests", "-m", "engine", *session.posargs)
 
 
 @nox.session(venv_backend="none")
