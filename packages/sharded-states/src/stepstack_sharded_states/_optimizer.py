@@ -12,16 +12,14 @@ from torch.optim import Optimizer
 from stepstack_sharded_states._agreement import Skipped, agreed, objections
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
-from stepstack_sharded_states._checkpoint import Checkpoint, checkpoint_of
 from stepstack_sharded_states._distribution import Distribution
-from stepstack_sharded_states._full_state import gather, spread
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
 from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
-from stepstack_sharded_states._state import from_inner, load_masters, to_inner
+from stepstack_sharded_states._saving import SavedStates
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(SavedStates):
     """Any elementwise torch optimizer, its states spread over the ranks of a mesh (ZeRO stages 1 and 2's idea, see
     Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
 
@@ -227,17 +225,6 @@ class ShardedOptimizer(Optimizer):
         """Wait until the parameters are those of the last step."""
         self._gather.finish()
 
-    @torch.no_grad()
-    def refresh_from_model(self) -> None:
-        """Take the model's parameters, changed from outside (weights loaded, averaged, …), for the master copy's.
-
-        Masters that the inner optimizer has are its own to refresh: its `refresh_master_weights()` is called, if any.
-        """
-        self._gather.finish()
-        for bucket in self._backward.buckets:
-            bucket.refresh()
-        getattr(self._inner, "refresh_master_weights", lambda: None)()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, in buckets of their own, between steps. Every rank of the mesh calls this."""
         if not self._groups:  # torch's constructor adds what ours has cut already
@@ -257,82 +244,6 @@ class ShardedOptimizer(Optimizer):
             group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
         self._groups += groups
         copy_options(self._inner.param_groups, self.param_groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for the same rank of a run with the same mesh, parameters and buckets.
-
-        torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are.
-        """
-        self._skipped.say()
-        copy_options(self.param_groups, self._inner.param_groups)
-        return from_inner(self._inner.state_dict(), self._groups)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one."""
-        inner = to_inner(state_dict, self._groups)
-        self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
-        load_masters(state_dict, self._groups)
-        self._inner.load_state_dict(inner)
-        self._show_states()
-        copy_options(self._inner.param_groups, self.param_groups)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part for torch.distributed.checkpoint: `save`, `async_save`, and `load`, which fills it in place.
-
-        By parameter name, in logical shape: keys are those of torch's flattened optimizer states. Makes no states.
-        """
-        return self._checkpoint().state_dict()
-
-    @torch.no_grad()
-    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a `sharded_state_dict()` that `torch.distributed.checkpoint.load` has filled, after the model's.
-
-        What has been taken out of it has not been saved: a parameter without states has made no step, a master weight
-        becomes what the parameter is, an option stays. Every rank of the mesh calls this. Raises ValueError on all of
-        them where one can't take it.
-        """
-        self._take(checkpoint_of(state_dict, self._checkpoint()), state_dict)
-
-    @torch.no_grad()
-    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
-        """All states, whole and on the CPU, as `torch.optim.AdamW(params)` loads them, of the same `params`.
-
-        On the mesh's first rank and {} on others, or on all. Every rank of the mesh calls this. One state of one
-        parameter travels at a time. Masters are there as `master_weight`.
-        """
-        return gather(self._checkpoint(), to_all=not rank0_only)
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Take a whole state dict, by number or name, that the mesh's first rank has (others None), or all, after the
-        model's. Every rank of the mesh calls this. Raises ValueError on all of them where one doesn't fit.
-        """
-        checkpoint = self._checkpoint()
-        self._take(checkpoint, spread(checkpoint, state_dict))
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
-
-    def _checkpoint(self) -> Checkpoint:
-        buckets, check = self._backward.buckets, self._backward.check_used
-        return Checkpoint(self._groups, buckets, self._inner, self.param_groups, self._distribution.ranks, check)
-
-    def _take(self, checkpoint: Checkpoint, entries: dict[str, Any]) -> None:
-        self._gather.finish()
-        checkpoint.take(entries)
-        for bucket in self._backward.buckets:
-            bucket.after_step()
-        self._gather.start(reversed(self._backward.buckets))
-        copy_options(self.param_groups, self._inner.param_groups)
-        self.state.clear()
-        self._show_states()
-
-    def _show_states(self) -> None:
-        """`state`, as in any optimizer, by what is in `param_groups`: here, this rank's pieces of the states."""
-        for member in self._members():
-            if member.piece is not None and member.piece in self._inner.state:
-                self.state[member.shard] = self._inner.state[member.piece]
 
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
