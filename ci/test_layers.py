@@ -62,8 +62,9 @@ def test_an_undeclared_import_of_a_test_is_seen(make, tmp_path):
     (tmp_path / "docs" / "examples").mkdir(parents=True)
     (tmp_path / "docs" / "examples" / "train.py").touch()
     folder = make("packages/norm")
-    source = "import pytest, torch, stepstack_norm, train\nimport hypothesis\n"
+    source = "import pytest, torch, stepstack_norm, train, vectors\nimport hypothesis\n"
     (folder / "tests" / "test_norm.py").write_text(source)
+    (folder / "tests" / "vectors.py").touch()
     assert undeclared_imports(folder, "tests", group="test") == ["test_norm.py:2 hypothesis"]
 
 
@@ -121,11 +122,15 @@ def undeclared_imports(folder: Path, part: str, group: str | None = None) -> lis
     """Imports in `src` or `tests` of what is neither the folder's own nor declared, as `file:line name`.
 
     A `try` that catches ImportError makes an import optional; such a one need not be declared. Tests may also try the
-    examples of the documentation, which belong to no distribution.
+    examples of the documentation, which belong to no distribution, share what lies beside them, and import the engine
+    that those of them need which are skipped without it.
     """
     declared = {import_name(folder), *declared_names(folder, group)}
     if group == "test":
-        declared |= {example.stem for example in folder.parents[1].glob("docs/examples/*.py")}
+        shared = [*folder.parents[1].glob("docs/examples/*.py"), *folder.glob("tests/*.py")]
+        declared |= {path.stem for path in shared}
+        if "engine" in pyproject(folder)["dependency-groups"]:
+            declared |= set(declared_names(folder, "engine"))
     return [
         f"{where} {name}"
         for where, name, optional in imports(folder / part)

@@ -43,16 +43,19 @@ with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
 
 RANKS, SEQUENCES, CONTEXT, TURN = 2, 2, 64, 3
 ADAM = {"lr": 1e-4, "weight_decay": 0.1}
+BUCKET = 10_000_000  # DeepSpeed's own 500 million would all be allocated
 
 
 def config_of(stage, offload, dtype):
-    zero = {"stage": stage}
+    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if stage == 3:
+        zero["stage3_prefetch_bucket_size"] = BUCKET
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     return {
         "train_micro_batch_size_per_gpu": SEQUENCES,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": ADAM if offload else ADAM | {"torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": ADAM},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 1e-4}},
         "zero_optimization": zero,
         "bf16": {"enabled": dtype == "bf16"},
@@ -60,7 +63,6 @@ def config_of(stage, offload, dtype):
 
 
 def ours(model, config):
-    config["optimizer"]["params"].pop("torch_adam", None)
     return stepstack_deepspeed.initialize(model=model, config=config)[0]
 
 
@@ -70,15 +72,12 @@ def stock(model, config):
         if "shm" in name:  # an all-reduce through shared memory, which it would build now
             deepspeed.ops.__compatible_ops__[name] = False
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(RANKS)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        deepspeed.init_distributed("gloo")
-        if config["optimizer"]["params"].pop("torch_adam", False):
-            config["zero_allow_untested_optimizer"] = True
-            del config["optimizer"]
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
-            return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+    deepspeed.init_distributed("gloo")
+    if "offload_optimizer" in config["zero_optimization"]:
         return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    config["zero_allow_untested_optimizer"] = True
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
 
 
 ENGINES = {"stepstack": ours} | ({} if deepspeed is None else {"DeepSpeed": stock})
@@ -98,6 +97,7 @@ def main():
 
 def run(rank, store, options):
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     engines, held = {}, {}
