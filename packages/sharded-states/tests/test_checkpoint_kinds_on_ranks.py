@@ -1,6 +1,7 @@
 """Who may write a checkpoint and who may read it: other optimizers, plain and sharded parameters, groups, experts."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -218,6 +219,20 @@ def test_what_is_written_is_no_copy():
     assert torch.equal(part, state[:840].view(7, 3, 40).permute(1, 2, 0))
     assert part.untyped_storage().nbytes() == part.nbytes == 4 * 840
     assert part.data_ptr() == next(iter(optimizer.state.values()))["exp_avg"].data_ptr()
+
+
+def test_copies_are_what_there_was(tmp_path):
+    params = params_of(w=(9, 20), scale=())
+    optimizer = make(params)
+    step(params, optimizer)
+    before = optimizer.state_dict()["state"]
+    copied = copy.deepcopy(optimizer.sharded_state_dict())
+    step(params, optimizer)
+    dcp.save(pickle.loads(pickle.dumps(copied)), checkpoint_id=tmp_path)
+    load(optimizer, tmp_path)
+    assert equal(optimizer.state_dict()["state"], before)
+    with pytest.raises(TypeError, match="it is not here as a whole"):
+        optimizer.sharded_state_dict()["state.w.exp_avg"].abs()
 
 
 def test_replicas_write_once_and_boxes_are_small(tmp_path):

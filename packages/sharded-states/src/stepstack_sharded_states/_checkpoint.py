@@ -25,7 +25,7 @@ from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, 
 Result = TypeVar("Result")
 
 _LEAST_BOX = 2**16  # elements
-ADVICE = "(not known before its first step: load with planner=stepstack_sharded_states.ShardedLoadPlanner())"
+_ADVICE = "(not known before its first step: load with planner=stepstack_sharded_states.ShardedLoadPlanner())"
 
 
 class Checkpoint:
@@ -45,7 +45,7 @@ class Checkpoint:
     ) -> None:
         self.inner, self.groups, self.options, self.check = inner, groups, options, check
         self.meshes, self.device = list(meshes), buckets[0].params.device
-        check_names(groups)
+        _check_names(groups)
         self.frozen = {name for group in groups for name, _ in group.frozen}
         self.named: dict[str, Named] = {}
         self.unforeseen: list[str] = []
@@ -75,8 +75,8 @@ class Checkpoint:
                 entries |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
         if self.unforeseen:  # nothing is saved under this name, and nobody finds it in a checkpoint
             named = self.named[self.unforeseen[0]]
-            nothing = TensorOfPiece(named, ADVICE, named.member.shard.dtype, self._create)
-            entries[f"state.{self.unforeseen[0]}.{ADVICE}"] = self._chunks(named, ADVICE, nothing)
+            nothing = TensorOfPiece(named, _ADVICE, named.member.shard.dtype, self._create)
+            entries[f"state.{self.unforeseen[0]}.{_ADVICE}"] = self._chunks(named, _ADVICE, nothing)
         return entries
 
     def tensor(self, named: Named, state: str) -> Chunks:
@@ -190,7 +190,22 @@ class Checkpoint:
             self.inner.create_states(coming)
 
 
-def check_names(groups: Sequence[Group]) -> None:
+def checkpoint_of(entries: Mapping[str, Any], otherwise: Checkpoint) -> Checkpoint:
+    """The one whose `state_dict()` this is, for the same optimizer."""
+    for value in entries.values():
+        if isinstance(value, Chunks) and value.holding.origin is not None:
+            checkpoint: Checkpoint = value.holding.origin[0]
+            return checkpoint if checkpoint.inner is otherwise.inner else otherwise
+    return otherwise
+
+
+def names_in(group: Group) -> list[str]:
+    """Those of its parameters, frozen ones too, in the order in which they were given."""
+    there = {name for name, _ in group.params + group.frozen}
+    return [name for name in group.order if name in there]
+
+
+def _check_names(groups: Sequence[Group]) -> None:
     """Raise ValueError unless each parameter has a name of its own."""
     seen: set[str] = set()
     for group in groups:
@@ -205,21 +220,6 @@ def check_names(groups: Sequence[Group]) -> None:
                     f"{this_rank()}: two parameters are named {name!r}, a checkpoint can't tell them apart"
                 )
             seen.add(name)
-
-
-def checkpoint_of(entries: Mapping[str, Any], otherwise: Checkpoint) -> Checkpoint:
-    """The one whose `state_dict()` this is, for the same optimizer."""
-    for value in entries.values():
-        if isinstance(value, Chunks) and value.holding.origin is not None:
-            checkpoint: Checkpoint = value.holding.origin[0]
-            return checkpoint if checkpoint.inner is otherwise.inner else otherwise
-    return otherwise
-
-
-def names_in(group: Group) -> list[str]:
-    """Those of its parameters, frozen ones too, in the order in which they were given."""
-    there = {name for name, _ in group.params + group.frozen}
-    return [name for name in group.order if name in there]
 
 
 def _box_sizes(buckets: Sequence[Bucket]) -> dict[Ranks, int]:
