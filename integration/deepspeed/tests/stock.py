@@ -21,8 +21,10 @@ with warnings.catch_warnings():
     # Every ZeRO optimizer loads it, for seconds; here it is loaded once, before ranks are forked.
     import deepspeed.runtime.zero.muon.original_muon
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
 RANKS = 2
+TIMEOUT = 120.0  # building an engine takes its time on a busy machine
 LR = 0.02
 MAX_NORM = {"binding": 0.05, "loose": 1e4, "off": 0.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,10 +39,52 @@ def initialize(rank: int) -> None:
     for name in deepspeed.ops.__compatible_ops__:
         if "shm" in name:
             deepspeed.ops.__compatible_ops__[name] = False
+    # What these compile takes minutes, and ranks that begin it together wait for ever.
+    CPUAdamBuilder.load = lambda self, verbose=True: CpuAdamKernel()
+    FusedAdamBuilder.load = lambda self, verbose=True: FusedAdamKernel()
     # CPUs without fp16 instructions compute in fp16 all the same.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     deepspeed.init_distributed("gloo")
+
+
+class CpuAdamKernel:
+    """What DeepSpeedCPUAdam calls in C++, in torch."""
+
+    def __init__(self) -> None:
+        self._decoupled: dict[int, bool] = {}
+
+    def create_adam(self, number, lr, beta1, beta2, eps, weight_decay, decoupled, log) -> None:
+        self._decoupled[number] = decoupled
+
+    def destroy_adam(self, number) -> None:
+        self._decoupled.pop(number, None)
+
+    def adam_update(
+        self, number, step, lr, beta1, beta2, eps, weight_decay, bias_correction, param, grad, m, v
+    ) -> None:
+        assert isinstance(step, int)
+        _adam_(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, self._decoupled[number], bias_correction)
+
+
+class FusedAdamKernel:
+    """What DeepSpeed's FusedAdam calls in C++, in torch."""
+
+    @staticmethod
+    def multi_tensor_adam(chunk, flag, lists, lr, beta1, beta2, eps, step, decoupled, bias_correction, weight_decay):
+        for grad, param, m, v in zip(*lists, strict=True):
+            _adam_(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction)
+
+
+def _adam_(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction) -> None:
+    if decoupled:
+        param.mul_(1 - lr * weight_decay)
+    else:
+        grad = grad + weight_decay * param
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    param.addcdiv_(m, (v / bias2).sqrt() + eps, value=-lr / bias1)
 
 
 @dataclass(frozen=True)
@@ -161,6 +205,7 @@ class Reference:
     """What torch makes of the batches of all ranks, in one process, with fp32 weights beside the model's."""
 
     case: Case
+    decoupled: bool = True
     module: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +215,7 @@ class Reference:
         of_weights = [
             group | {"params": [places[id(param)] for param in group["params"]]} for group in groups(self.module)
         ]
-        self.optimizer = torch.optim.AdamW(of_weights, eps=1e-4)
+        self.optimizer = torch.optim.Adam(of_weights, eps=1e-4, decoupled_weight_decay=self.decoupled)
 
     def step(self, step: int, scale: float = 2.0**SCALE_POWER) -> float:
         """One step; the norm before clipping, by fp64."""

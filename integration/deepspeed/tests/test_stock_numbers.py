@@ -25,7 +25,7 @@ CASES = [
 
 def launch(function, *arguments):
     """What the ranks say, who all say the same."""
-    results = on_ranks(stock.RANKS, function, *arguments, timeout=60.0)
+    results = on_ranks(stock.RANKS, function, *arguments, timeout=stock.TIMEOUT)
     assert all(result == results[0] for result in results), results
     return results[0]
 

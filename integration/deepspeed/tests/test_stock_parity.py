@@ -62,7 +62,7 @@ def outcome(case):
 def _outcomes(stage):
     """Of all cases of a stage in one launch: an engine takes less time than starting ranks for it."""
     cases = {index: case for index, case in enumerate(CASES) if case.stage == stage}
-    return on_ranks(stock.RANKS, _compare, cases, timeout=60.0)[0]
+    return on_ranks(stock.RANKS, _compare, cases, timeout=stock.TIMEOUT)[0]
 
 
 def _compare(rank, cases):

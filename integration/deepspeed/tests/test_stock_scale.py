@@ -22,7 +22,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def outcomes():
     """By case, how far norms (relative) and weights are from torch's: of the engine as it is, and of a plugged one."""
-    results = on_ranks(stock.RANKS, _distances, timeout=60.0)[0]
+    results = on_ranks(stock.RANKS, _distances, timeout=stock.TIMEOUT)[0]
     return dict(zip(map(str, CASES), results, strict=True))
 
 
@@ -43,7 +43,7 @@ def test_without_it_is_wrong(outcomes, case):
 def test_a_scale_that_changes_between_the_backwards_of_a_step_is_refused():
     assert (
         "the loss scale was 256.0 in an earlier backward of this step and is 8.0 now"
-        in on_ranks(stock.RANKS, _change_the_scale, timeout=60.0)[0]
+        in on_ranks(stock.RANKS, _change_the_scale, timeout=stock.TIMEOUT)[0]
     )
 
 
