@@ -95,6 +95,8 @@ def _gathered(checkpoint: Checkpoint, ranks: Ranks, *, to_all: bool) -> Iterator
             numbers = {state: _on_cpu(value) for state, value in scalars_of(checkpoint.inner, named.piece).items()}
             here[name] = {state: place.dtype for state, place in named.tensors.items() if place.exists}, numbers
     there = {name: states for of_rank in reversed(ranks.gather_objects(here)) for name, states in of_rank.items()}
+    if not to_all and ranks.replica:
+        return
     for name in [name for name in checkpoint.named if name in there]:
         dtypes, numbers = there[name]
         whole = {state: _whole(checkpoint.named[name], state, dtype, to_all) for state, dtype in dtypes.items()}

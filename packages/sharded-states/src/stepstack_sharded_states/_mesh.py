@@ -56,7 +56,7 @@ class Ranks:
         if mesh is None and dist.is_initialized():
             mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self.mesh = mesh
-        self.shards, self.shard, self.replicas = 1, 0, 1
+        self.shards, self.shard, self.replicas, self.replica = 1, 0, 1, 0
         self._axes: list[ProcessGroup] = []  # this rank's groups of the axes that have several ranks, replicas first
         if mesh is None:
             return
@@ -74,6 +74,7 @@ class Ranks:
         self._replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
+        self.replica = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
         self._axes = [group for group in mesh.get_all_groups() if group.size() > 1]
         self._placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
@@ -121,7 +122,7 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         """This is the mesh's first rank."""
-        return self.mesh is None or not any(self.mesh.get_coordinate() or ())
+        return self.shard == self.replica == 0
 
     def from_shard(self, shard: int, part: Tensor, *, to_all: bool) -> None:
         """Give the first rank of this shard axis, or all of them, what `shard` has in `part`."""
