@@ -40,7 +40,7 @@ def run(tmp_path):
 
 def test_ctrl_c_stops_all_ranks_after_the_same_step_and_a_resumed_run_goes_on(run, tmp_path):
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-    printed, errors = run.communicate(timeout=60)
+    printed, errors = run.communicate(timeout=120)
     assert run.returncode == 128 + signal.SIGINT, errors.decode()
     (checkpoint,) = (path for path in tmp_path.iterdir() if int(path.name.removeprefix("step_")) % train_gpt.SAVE_EVERY)
     step = load_checkpoint(checkpoint).step
@@ -48,7 +48,7 @@ def test_ctrl_c_stops_all_ranks_after_the_same_step_and_a_resumed_run_goes_on(ru
     assert f"--resume {checkpoint}" in printed.decode()
 
     resumed = start("--resume", tmp_path, "--steps", step + 20, ranks=1)
-    printed, errors = resumed.communicate(timeout=60)
+    printed, errors = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, errors.decode()
     assert {f"step_{step}", f"step_{step + 20}", "training.png"} <= {path.name for path in tmp_path.iterdir()}
     assert Path(tmp_path, "training.png").read_bytes().startswith(b"\x89PNG")

@@ -81,8 +81,9 @@ class Contents:
             offered = within(kind, {name: entries[source] for name, source in sources.items()})
             read = part.wanted(offered, values[kind])
             wanted.into.update({f"{kind}.{name}": into for name, into in read.items()})
-            if part.takes_values_with_tensors:
-                wanted.values.update({f"{kind}.{name}": value for name, value in values[kind].items()})
+            if part.numbers_are_read:
+                numbers = {name: value for name, value in values[kind].items() if name.startswith("state.")}
+                wanted.values.update({f"{kind}.{name}": value for name, value in numbers.items()})
         for name, weight in within("model", wanted.into).items():
             if _master_of(name) in entries and weight.itemsize > entries[f"model.{name}"].dtype.itemsize:
                 sources[f"model.{name}"] = _master_of(name)

@@ -37,8 +37,8 @@ class Kept(NamedTuple):
 class Part(Protocol):
     """One of the objects that a checkpoint is of."""
 
-    takes_values_with_tensors: bool
-    """Values are read through torch.distributed.checkpoint like tensors, not only handed to `take`."""
+    numbers_are_read: bool
+    """Where a state is a number of Python's, it is read as tensors are, and not only handed to `take`."""
 
     def kept(self) -> Kept:
         """What to write."""
@@ -53,7 +53,7 @@ class Part(Protocol):
 class ModelPart:
     """Parameters, persistent buffers and extra states. DTensors are kept by shards."""
 
-    takes_values_with_tensors = False
+    numbers_are_read = False
 
     def __init__(self, model: nn.Module) -> None:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -81,7 +81,7 @@ class ModelPart:
 class OptimizerPart:
     """Any of torch's optimizers, of parameters that are whole or DTensors."""
 
-    takes_values_with_tensors = False
+    numbers_are_read = False
 
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
         # By its name: importing it, which few programs do, takes long and warns.
@@ -160,8 +160,16 @@ class OptimizerPart:
     def _may_have_master(self, name: str) -> bool:
         return isinstance(self._optimizer, FusedAdamW) and self._params[name].itemsize < 4
 
+    @property
+    def _copies_states(self) -> bool:
+        """Its load_state_dict copies into states that it has, which may be of another form."""
+        return isinstance(self._optimizer, FusedAdamW)
+
     def _like(self, name: str, key: str, entry: Entry) -> Tensor:
         param = self._params[name]
+        live = self._optimizer.state.get(param, {}).get(key)
+        if type(live) is type(param.data) and (live.shape, live.dtype) == entry and not self._copies_states:
+            return live
         if key != "step" and entry.shape == param.shape:
             return torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
         return torch.empty(entry.shape, dtype=entry.dtype)  # load_state_dict brings it to its device
@@ -173,7 +181,7 @@ class OptimizerPart:
 class ShardedOptimizerPart:
     """A `ShardedOptimizer`, which knows itself which parts of what its ranks have."""
 
-    takes_values_with_tensors = True
+    numbers_are_read = True
 
     def __init__(self, optimizer: ShardedOptimizer, names: dict[Tensor, str]) -> None:
         self._optimizer = optimizer
@@ -193,10 +201,14 @@ class ShardedOptimizerPart:
 
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
         options_of(self._groups, values)
-        return self._optimizer.sharded_state_dict()
+        state_dict = self._optimizer.sharded_state_dict()
+        return {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
 
     def take(self, read: dict[str, Any], values: dict[str, Any]) -> None:
-        self._optimizer.load_sharded_state_dict(read)
+        for group, options in zip(self._optimizer.param_groups, options_of(self._groups, values), strict=True):
+            for option, value in options.items():
+                group.setdefault(option, value)  # a schedule's, say: only what a group has is loaded
+        self._optimizer.load_sharded_state_dict({**values, **read})
 
 
 def options_by_name(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stepstack._folder import METADATA, Marker, Record, read
@@ -127,6 +128,21 @@ class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the folder, whose name does not stay
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As FileSystemWriter does it in one thread, but for one thing: no tensor is held when it has been written."""
+        results = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            with self.files.create_stream(Path(self.path) / name, "wb") as stream:
+                for item in plan.items:
+                    offset = stream.tell()
+                    torch.save(_alone(planner.resolve_data(item)), cast(IO[bytes], stream))
+                    length = stream.tell() - offset
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
 
 class _Files(FileSystem):
     """Files that are on the disk once they are closed, and are known by their checksums."""
@@ -203,6 +219,19 @@ class _Reader(FileSystemReader):
                 planner.load_bytes(item, as_bytes)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         return super().read_data(replace(plan, items=tensors), planner)
+
+
+def _alone(tensor: Any) -> Tensor:
+    """The tensor on the CPU, in a storage that has nothing else, so that nothing else is written. Copies if need be."""
+    here: Tensor = tensor.detach().cpu()
+    if here.untyped_storage().nbytes() == here.nbytes:
+        return here
+    order = sorted(range(here.ndim), key=here.stride, reverse=True)
+    lying = here.permute(order)
+    if not (here.numel() and lying.is_contiguous()):
+        return here.clone()
+    as_bytes = torch.from_numpy(lying.reshape(-1).view(torch.uint8).numpy())  # the same memory
+    return as_bytes.view(here.dtype).view(lying.shape).permute([order.index(dim) for dim in range(here.ndim)])
 
 
 class _Unpickler(pickle.Unpickler):
