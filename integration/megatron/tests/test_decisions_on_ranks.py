@@ -126,6 +126,26 @@ def test_without_zeros_to_log_there_is_none_and_without_clipping_still_a_norm(en
     assert without == clipped > 1
 
 
+def test_a_constant_loss_scale_stays_and_is_divided_out(engine):
+    def run(rank):
+        with engine() as megatron:
+            seen = []
+            for options in ({}, {"loss_scale": 128.0}):
+                module, chunk, optimizer = made(megatron, True, BF16, **options)
+                plug(optimizer)
+                for number in (1, 2, 3):
+                    backward(megatron, module, chunk, optimizer, number, spoil(torch.inf) if number == 2 else None)
+                    success, norm, _ = optimizer.step()
+                    assert bool(success) == (number != 2)
+                seen.append((float(norm), float(optimizer.get_loss_scale()), everything(module, optimizer)))
+            return seen
+
+    for (norm, one, weights), (scaled_norm, scale, scaled_weights) in on_ranks(2, run, timeout=60):
+        assert (one, scale) == (1, 128)
+        assert scaled_norm == norm > 1
+        torch.testing.assert_close(scaled_weights, weights, rtol=1e-6, atol=1e-9)
+
+
 def test_removed_it_is_megatrons_own_optimizer_again_and_goes_on_as_if_it_always_had_been(engine):
     def attributes(optimizer):
         return [dict(vars(thing)) for thing in (optimizer, *optimizer.chained_optimizers)]

@@ -65,6 +65,8 @@ def beside(megatron, rank, ranks, distributed, dtype, **options):
                     "tensors": [type(number) for number in (success, norm, zeros)],
                 }
             )
+        if options.get("overlap_param_gather"):
+            chunk.start_param_sync(force_sync=True)  # as the next forward would
         weights = [weight.detach() for weight in optimizer.chained_optimizers[0].get_parameters()]
         ways.append((steps, weights, [param.detach() for param in module.parameters()]))
         assert isinstance(optimizer.optimizer, FusedAdamW) == plugged
@@ -155,15 +157,19 @@ def test_all_ranks_have_the_same_model(runs):
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_small_buckets_that_overlap_backward_and_gradients_of_16_bits_are_megatrons_too(engine, distributed):
     options = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "bucket_size": 32}
+    if distributed:
+        options["overlap_param_gather"] = True
 
     def run(rank):
         with engine() as megatron:
             return beside(megatron, rank, 2, distributed, BF16, **options)
 
-    for (stock, theirs, _), (plugged, ours, _) in on_ranks(2, run, timeout=60):
+    for (stock, theirs, their_model), (plugged, ours, our_model) in on_ranks(2, run, timeout=60):
         for seen, expected in zip(plugged, stock, strict=True):
             assert seen["norm"] == pytest.approx(expected["norm"], rel=1e-6)
             assert seen["zeros"] == expected["zeros"]
             assert seen["waits"] == []
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        for one, other in zip(our_model, their_model, strict=True):
+            torch.testing.assert_close(one, other, rtol=torch.finfo(BF16).eps, atol=1e-6)
