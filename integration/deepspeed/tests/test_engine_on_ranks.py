@@ -4,7 +4,6 @@ from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 from plain import RANKS, batch, config, net
 from torch import nn
 
@@ -218,18 +217,41 @@ def test_batch_sizes_count_the_ranks():
     assert on_ranks(RANKS, on_rank) == [6, 6]
 
 
-def test_in_stage_3_each_block_is_gathered_by_itself():
+def test_in_stage_3_blocks_are_gathered_one_by_one_and_stay_if_the_model_is_small():
     def on_rank(rank):
-        engine = engine_of(stage=3)
-        train(engine, rank)
-        with Operations() as operations:
-            engine.backward(engine(*batch(rank, 1)))
-        return operations["c10d._allgather_base_"], [dist.get_rank() == rank, type(engine.module.blocks[0]).__name__]
+        gathers = []
+        for live in (None, 10):
+            zero = {"stage": 3, "stage3_max_live_parameters": live}
+            engine = engine_of(zero_optimization=zero)
+            train(engine, rank)
+            with Operations() as forward:
+                loss = engine(*batch(rank, 1))
+            with Operations() as backward:
+                engine.backward(loss)
+            gathers += [forward["c10d._allgather_base_"], backward["c10d._allgather_base_"]]
+        return gathers
 
-    for gathered, (same, name) in on_ranks(RANKS, on_rank):
-        assert same
-        assert name == "FSDPSequential"
-        assert gathered >= 3 + 2  # the model and two blocks in forward, the blocks again in backward
+    assert on_ranks(RANKS, on_rank) == [[3, 0, 3, 2]] * RANKS  # the model itself, and two blocks
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_look_at_the_loss_between_backward_and_step_leaves_nothing_behind(stage):
+    def on_rank(rank):
+        engine, curious = engine_of(stage=stage), engine_of(stage=stage)
+        losses = []
+        for step in range(3):
+            train(engine, rank, step)
+            curious.backward(curious(*batch(rank, step)))
+            with torch.no_grad():
+                curious(*batch(rank, 9))
+            curious.step()
+            with torch.no_grad():
+                losses.append([each(*batch(rank, 9)).item() for each in (engine, curious)])
+        return losses
+
+    for losses in on_ranks(RANKS, on_rank):
+        assert [one for one, _ in losses] == [other for _, other in losses]
+        assert len({one for one, _ in losses}) == 3
 
 
 def test_a_block_that_shares_a_parameter_with_the_rest_is_none():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from stepstack import OptimizerStep, StepResult
 from stepstack_deepspeed import _engine_checkpoint
 from stepstack_deepspeed._config import Config
+from stepstack_deepspeed._fsdp import reshard_
 from stepstack_deepspeed._precision import scaled
 from stepstack_deepspeed._processes import ranks, this_rank
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
@@ -267,6 +268,7 @@ class Engine(nn.Module):
             )
         self._backwards = 0
         self._result = self._optimizer_step()
+        reshard_(self.module)
         self._skipped_steps += self._result.skipped
         if self.lr_scheduler is not None:
             self.lr_scheduler.move()

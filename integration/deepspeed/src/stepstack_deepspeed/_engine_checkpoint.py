@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import stepstack
+from stepstack_deepspeed._fsdp import reshard_
 from stepstack_deepspeed._processes import this_rank
 from stepstack_sharded_states import ShardedOptimizer
 
@@ -69,6 +70,7 @@ def load(
         optimizer=engine.optimizer if optimizer_states else None,
         scheduler=None if module_only else Progress(engine, scale=optimizer_states, lr_scheduler=lr_scheduler_states),
     )
+    reshard_(engine.module)
     if not optimizer_states and isinstance(engine.optimizer, ShardedOptimizer):
         engine.optimizer.refresh_from_model()
     if schedule is not None:  # the rates in the optimizer's groups are those of the checkpoint now

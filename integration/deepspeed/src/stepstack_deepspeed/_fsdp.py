@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from stepstack_deepspeed._precision import Precision
 from stepstack_deepspeed._processes import broadcast_
-from stepstack_deepspeed._sharding import Offload
+from stepstack_deepspeed._sharding import Sharding
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def shard_(
-    model: nn.Module, mesh: DeviceMesh, *, device: torch.device, precision: Precision, offload: Offload | None
+    model: nn.Module, mesh: DeviceMesh, *, device: torch.device, precision: Precision, sharding: Sharding
 ) -> None:
     """Make every parameter of the model a DTensor over the mesh, in fp32, with the values of the first rank.
 
@@ -32,14 +32,24 @@ def shard_(
         cast_forward_inputs=False,
     )
     offload_policy = OffloadPolicy()
-    if offload is not None:
-        offload_policy = CPUOffloadPolicy(pin_memory=offload.pin_memory and device.type != "cpu")
+    if sharding.offload is not None:
+        offload_policy = CPUOffloadPolicy(pin_memory=sharding.offload.pin_memory and device.type != "cpu")
+    stays = sum(param.numel() for param in model.parameters()) <= sharding.live_numel
     for module in (*blocks(model), model):
         for param in module.parameters():
             if not isinstance(param, DTensor):
                 param.data = param.data.to(device, torch.float32 if param.is_floating_point() else None)
                 broadcast_(param)
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+        # What the model itself holds is needed last in forward and first in backward.
+        reshards = not stays and module is not model
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, offload_policy=offload_policy)
+
+
+def reshard_(model: nn.Module) -> None:
+    """Forget what is gathered, since the shares have changed: a forward without a backward leaves it behind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -14,8 +14,6 @@ _TUNING = (
     "legacy_stage1",
     "load_from_fp32_weights",
     "log_trace_cache_warnings",
-    "max_live_parameters",
-    "max_reuse_distance",
     "memory_efficient_linear",
     "model_persistence_threshold",
     "module_granularity_threshold",
@@ -29,8 +27,6 @@ _TUNING = (
     "stage3_allgather_sequential",
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
     "stage3_model_persistence_threshold",
     "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
@@ -77,6 +73,8 @@ class Sharding:
     """What the sum over ranks is divided by; None is their number."""
     grad_predivisor: float
     """The part of that before the sum."""
+    live_numel: int
+    """A model of up to so many parameters stays gathered from its forward to its backward (stage 3)."""
 
     @classmethod
     def read(cls, config: Section, ranks: int) -> "Sharding":
@@ -107,7 +105,7 @@ class Sharding:
                 "in stage 3 gradients are averaged as FSDP2 averages them: leave out prescale_gradients, "
                 "gradient_predivide_factor and gradient_allreduce_op"
             )
-        return cls(stage, offload, bucket_numel, divisor, predivisor)
+        return cls(stage, offload, bucket_numel, divisor, predivisor, _live_numel(zero))
 
     @property
     def reduces_always(self) -> bool:
@@ -124,6 +122,15 @@ def _check_param_offload(offload: Section, stage: int, optimizer: Offload | None
         f'{offload.name("device")} is "{device}": parameters can be offloaded to the CPU in stage 3, together with '
         'their states: say "offload_optimizer": {"device": "cpu"} as well'
     )
+
+
+def _live_numel(zero: Section) -> int:
+    """All of it is live between the two, and the first block's next use is twice its size away."""
+    live, distance = (
+        next((zero.whole(key, None, at_least=0) for key in (f"stage3_{name}", name) if key in zero), None)
+        for name in ("max_live_parameters", "max_reuse_distance")
+    )
+    return min(10**9 if live is None else live, (10**9 if distance is None else distance) // 2)
 
 
 def _divisors(config: Section, ranks: int) -> tuple[float | None, float]:

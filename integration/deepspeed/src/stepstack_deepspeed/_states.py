@@ -61,7 +61,7 @@ def _fully_sharded(
         raise ValueError("stage 3 needs a process group, of one process at least: leave out dist_init_required=False")
     for group in groups:
         check_steps_dtensors(inner.optimizer_class, group.get("fused"))
-    shard_(model, mesh, device=device, precision=precision, offload=sharding.offload)
+    shard_(model, mesh, device=device, precision=precision, sharding=sharding)
     sharded = dict(model.named_parameters())
     new_groups: list[dict[str, Any]] = [
         {**group, "params": [sharded[name] for name, _ in group["params"]]} for group in groups
