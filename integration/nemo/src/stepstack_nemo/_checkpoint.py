@@ -79,7 +79,8 @@ def loaded(state_dict: Mapping[str, Any], pieces: Mapping[str, Any], groups: Seq
     found: list[tuple[int, Parameter, dict[str, Any], tuple[int, int], bool]] = []
     for number, (held, cut, group) in enumerate(zip(groups, pieces["cut"], saved, strict=True)):
         for place, (param, key, (*_, start, stop)) in enumerate(zip(held.params, group["params"], cut, strict=True)):
-            entry = {"step": given.get("step", 0), **given.get(key, {})}
+            step = given.get("steps", {}).get(key, given.get("step", 0))  # as sharded_for_megatron leaves them
+            entry = {"step": step, **given.get(key, {})}
             _check(entry, held.moments, param, f"parameter {place} of group {number}")
             found.append((position, param, entry, (int(start), int(stop)), held.master_of(param)))
             position += 1
