@@ -191,7 +191,7 @@ def test_auto_stays_where_it_is_a_value():
         ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps is missing"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}}, "must be a number, or a list with one"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "exp"}}}, "must be one of 'log', 'linear'"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast is enabled: say bf16 or fp16"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast is .*: say bf16 or fp16"),
         ({"pipeline": {"stages": 2}}, "pipeline is .*: all ranks hold the same model here"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size is 2: all ranks see other samples"),
         ({"amp": {"enabled": True}}, "amp is .*: DeepSpeed has removed it"),
@@ -208,13 +208,28 @@ def test_what_cannot_be_had_is_refused_by_name_with_the_reason(values, words):
     [
         {"torch_autocast": {"enabled": False}},
         {"zero_optimization": {"zero_quantized_weights": False, "zenflow": None, "zero_hpz_partition_size": 1}},
-        {"sparse_gradients": False, "pipeline": {}, "sequence_parallel_size": 1},
+        {
+            "sparse_gradients": False,
+            "pipeline": {},
+            "data_efficiency": {"enabled": False, "seed": 1},
+            "sequence_parallel_size": 1,
+        },
         {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
         {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}},
     ],
 )
 def test_a_key_that_asks_for_nothing_is_fine(values):
     assert read(values) == read()
+
+
+def test_how_large_a_model_stays_gathered_follows_the_config():
+    for zero, numel in (
+        ({}, 500_000_000),
+        ({"stage3_max_live_parameters": 100}, 100),
+        ({"stage3_max_reuse_distance": 1e3}, 500),
+        ({"max_live_parameters": 0}, 0),
+    ):
+        assert read(zero_optimization=zero).sharding.live_numel == numel
 
 
 def test_adam_decays_weights_unless_told_otherwise():

@@ -23,8 +23,9 @@ from stepstack_deepspeed._sharding import Sharding
 
 log = logging.getLogger("stepstack_deepspeed")
 
-# They print, measure or tidy up, and change no result.
+# They print, measure or tidy up, or set up what a model may call, and change no result.
 _WITHOUT_EFFECT = (
+    "activation_checkpointing",
     "aio",
     "autotuning",
     "checkpoint",
@@ -48,7 +49,6 @@ _WITHOUT_EFFECT = (
     "wandb",
 )
 _OTHER_ENGINES = {
-    "activation_checkpointing": "call torch.utils.checkpoint in the model, with use_reentrant=False",
     "compile": "call torch.compile on the model, or its blocks, before",
     "compression_training": "it changes the model, which is not this engine's work",
     "data_efficiency": "it changes the data, which is not this engine's work",
@@ -56,6 +56,7 @@ _OTHER_ENGINES = {
     "hybrid_engine": "this engine trains only",
     "pipeline": "all ranks hold the same model here",
     "tensor_parallel": "all ranks hold the same model here",
+    "torch_autocast": "say bf16 or fp16, or use torch.autocast in the model's forward",
     "weight_quantization": "this engine trains only",
 }
 # What DeepSpeed itself does not read any more, or not under this name.
@@ -143,7 +144,6 @@ def _look_at_the_rest(section: Section) -> None:
     section.without_effect(*_WITHOUT_EFFECT, as_here=(False,))
     section.without_effect("zero_allow_untested_optimizer", as_here=(True, False))
     section.without_effect("zero_force_ds_cpu_optimizer", as_here=(True, False))
-    section.refuse_enabled("torch_autocast", because="say bf16 or fp16, or use torch.autocast in the model's forward")
     section.refuse("sequence_parallel_size", "all ranks see other samples here", unless=(1,))
     for key, because in _OTHER_ENGINES.items():
         section.refuse(key, because, unless=({},))

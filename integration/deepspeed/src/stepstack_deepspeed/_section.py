@@ -86,19 +86,15 @@ class Section:
         self._idle += [key for key in keys if not _one_of(self._values.get(key), (None, *as_here))]
 
     def refuse(self, key: str, because: str, *, unless: Sequence[Any] = (False,)) -> None:
-        """A key that can't be had here, and the reason; the values in `unless`, and null, ask for nothing."""
+        """A key that can't be had here, and the reason.
+
+        The values in `unless` ask for nothing, and neither do null and an object with an "enabled" that is false.
+        """
         self._known.add(key)
         value = self._values.get(key)
-        if not _one_of(value, (None, *unless)):
+        disabled = isinstance(value, Mapping) and value.get("enabled") is False
+        if not disabled and not _one_of(value, (None, *unless)):
             raise ValueError(f"{self.name(key)} is {value!r}: {because}")
-
-    def refuse_enabled(self, *keys: str, because: str) -> None:
-        """Likewise, for objects with an "enabled" of their own."""
-        for key in keys:
-            self._known.add(key)
-            value = self._values.get(key)
-            if isinstance(value, Mapping) and value.get("enabled", True):
-                raise ValueError(f"{self.name(key)} is enabled: {because}")
 
     def finish(self) -> list[str]:
         """The keys that are known and have no effect. ValueError with all keys that nobody knows."""
