@@ -135,8 +135,8 @@ def load_checkpoint(
     any number of ranks, from other shards and buckets, in other dtypes: numbers are rounded to what they are read into.
 
     - dir: a folder of checkpoints, of which that of `step` is loaded (None: the newest), or one of these itself.
-    - model, optimizer, scaler, scheduler: as for `save_checkpoint`. What is not given is not loaded. Of weights that are
-      loaded alone, an optimizer with master weights must be told: `refresh_from_model`, `refresh_master_weights`.
+    - model, optimizer, scaler, scheduler: as for `save_checkpoint`. What is not given is not loaded. Where weights are
+      loaded alone, tell an optimizer with master weights: `refresh_from_model` or `refresh_master_weights`.
 
     Everything is checked before anything is changed: that every file is there and has the bytes that were written,
     that names and shapes are those of `model` and `optimizer`. CheckpointError, on every rank, says what is not so.
