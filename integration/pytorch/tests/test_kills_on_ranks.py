@@ -85,7 +85,7 @@ def test_a_kill_at_any_time_leaves_what_was_complete(tmp_path, child):
         now = left(tmp_path)
         assert max(now) >= max(there)
         assert all(now[step] == step for step in now)
-        assert min(3, len(there)) <= len(now) <= 4
+        assert min(3, len(there)) <= len(now) <= max(3, len(there)) + 1  # a kill comes before old ones are removed
         there = now
 
 
