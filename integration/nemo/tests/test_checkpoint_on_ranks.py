@@ -94,16 +94,30 @@ WAYS = {
     ("way", "before", "after"),
     [("fp32", 1, 2), ("fp32", 4, 2), *((way, 2, after) for way in WAYS for after in (1, 4))],
 )
-def test_training_goes_on_the_same_on_another_number_of_ranks(way, before, after):
+def test_training_goes_on_the_same_on_another_number_of_ranks(saved_once, way, before, after):
     dtype, arguments, other_arguments = WAYS[way]
-    state_dict, weights, uninterrupted = on_ranks(before, saved, dtype, arguments)[0]
+    state_dict, weights, uninterrupted = saved_once(before, dtype, arguments)[0]
     for values in on_ranks(after, resumed, dtype, other_arguments, state_dict, weights):
         for ours, theirs in zip(values, uninterrupted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_the_dict_is_whole_and_the_same_on_every_rank():
-    (first, weights, _), (second, *_) = on_ranks(2, saved, torch.float32, {})
+@pytest.fixture(scope="module")
+def saved_once():
+    """What `saved` gives on some ranks, run once for all tests."""
+    known = {}
+
+    def on(ranks, dtype, arguments):
+        key = (ranks, dtype, str(arguments))
+        if key not in known:
+            known[key] = on_ranks(ranks, saved, dtype, arguments)
+        return known[key]
+
+    return on
+
+
+def test_the_dict_is_whole_and_the_same_on_every_rank(saved_once):
+    (first, weights, _), (second, *_) = saved_once(2, torch.float32, {})
     assert same(first, second)
     assert set(first) == {"state", "param_groups", "format"}
     assert first["format"] == 2

@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 STAND_INS = {
     "nemo/core/optim/optimizers.py": "AVAILABLE_OPTIMIZERS = {'distributed_fused_adam': 'of Apex'}\n",
     "nemo/core/config/optimizers.py": "AVAILABLE_OPTIMIZER_PARAMS = {}\n",
@@ -15,61 +13,58 @@ STAND_INS = {
     "StrategyRegistry = StrategyRegistry()\n"
     "class DDPStrategy: pass\n",
 }
-LOOK = """
-import json, sys
+PROGRAM = """
+import json
+import stepstack_nemo
 from nemo.core.config.optimizers import AVAILABLE_OPTIMIZER_PARAMS as params
 from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS as optimizers
 from lightning.pytorch.strategies import StrategyRegistry as strategies
-print(json.dumps([{n: getattr(o, "__name__", o) for n, o in optimizers.items()}, sorted(params), sorted(strategies)]))
+def look():
+    return [{n: getattr(o, "__name__", o) for n, o in optimizers.items()}, sorted(params), sorted(strategies)]
+looks = [look()]
+stepstack_nemo.register()
+looks.append(look())
+stepstack_nemo.take_over()
+looks.append(look())
+print(json.dumps(looks))
+"""
+WITHOUT = """
+import importlib.util
+importlib.util.find_spec = lambda name: None
+import stepstack_nemo
+for call in (stepstack_nemo.register, stepstack_nemo.take_over):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
 """
 
 
-@pytest.fixture
-def beside_nemo(tmp_path):
+def run(program, folder):
+    """What a fresh interpreter prints, with the modules of a folder."""
+    command = [sys.executable, "-W", "error", "-c", program]
+    ended = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return ended.stdout
+
+
+def test_importing_registers_under_every_name_that_nemo_looks_for(tmp_path):
     for path, source in STAND_INS.items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
-
-    def run(program):
-        command = [sys.executable, "-W", "error", "-c", program + LOOK]
-        ended = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-        return json.loads(ended.stdout)
-
-    return run
-
-
-def test_importing_registers_under_every_name_that_nemo_looks_for(beside_nemo):
-    optimizers, params, strategies = beside_nemo("import stepstack_nemo; stepstack_nemo.register()")
+    at_first, again, taken_over = json.loads(run(PROGRAM, tmp_path))
+    assert at_first == again
+    optimizers, params, strategies = at_first
     assert optimizers == {
         "distributed_fused_adam": "of Apex",
         "stepstack_distributed_fused_adam": "DistributedFusedAdam",
     }
     assert params == ["DistributedFusedAdam_params", "stepstack_distributed_fused_adam_params"]
     assert strategies == ["stepstack"]
+    assert taken_over[0]["distributed_fused_adam"] == "DistributedFusedAdam"
+    assert "distributed_fused_adam_params" in taken_over[1]
 
 
-def test_take_over_claims_apexs_name(beside_nemo):
-    optimizers, params, _ = beside_nemo("import stepstack_nemo; stepstack_nemo.take_over()")
-    assert optimizers["distributed_fused_adam"] == "DistributedFusedAdam"
-    assert "distributed_fused_adam_params" in params
-
-
-@pytest.mark.parametrize("call", ["register", "take_over"])
-def test_without_nemo_it_is_imported_and_says_what_is_missing(tmp_path, call):
-    program = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-sys.modules["lightning"] = None  # as if it were not installed
-import importlib.util
-importlib.util.find_spec = lambda name: None
-import stepstack_nemo
-try:
-    stepstack_nemo.{call}()
-except ImportError as error:
-    print(error)
-"""
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, text=True, timeout=120, check=True
-    )
-    assert "NeMo can't be imported" in ended.stdout
+def test_without_nemo_it_is_imported_and_says_what_is_missing(tmp_path):
+    (tmp_path / "nemo.py").write_text("raise ImportError('as if it were not here')")
+    assert run(WITHOUT, tmp_path).count("NeMo can't be imported") == 2

@@ -70,29 +70,35 @@ def test_a_channels_last_unet_trains_saves_and_goes_on_as_a_contiguous_one(way, 
     dtype, arguments = WAYS[way]
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 2e-2}
 
-    def run(rank, converted):
-        model = unet(dims, dtype, converted)
-        strides = [p.stride() for p in model.parameters()]
-        optimizer = DistributedFusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01, **arguments)
-        losses = train(rank, model, optimizer, range(4))
-        assert [p.stride() for p in model.parameters()] == strides
-        assert (model.enter.weight.stride(1) == 1) == converted
-        weights, states = copy.deepcopy(model.state_dict()), optimizer.state_dict()
-        losses += train(rank, model, optimizer, range(4, 7))
-        return losses, weights, states, [p.detach().contiguous() for p in model.parameters()]
+    def run(rank):
+        results = []
+        for converted in (False, True):
+            model = unet(dims, dtype, converted)
+            strides = [p.stride() for p in model.parameters()]
+            optimizer = DistributedFusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01, **arguments)
+            losses = train(rank, model, optimizer, range(4))
+            assert [p.stride() for p in model.parameters()] == strides
+            assert (model.enter.weight.stride(1) == 1) == converted
+            weights, states = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+            losses += train(rank, model, optimizer, range(4, 7))
+            results.append((losses, weights, states, [p.detach().contiguous() for p in model.parameters()]))
+        return results
 
-    def resume(rank, converted, weights, states):
-        model = unet(dims, dtype, converted)
-        model.load_state_dict(weights)
-        optimizer = DistributedFusedAdam(model.parameters(), **arguments)
-        optimizer.load_state_dict(states)
-        return train(rank, model, optimizer, range(4, 7)), [p.detach().contiguous() for p in model.parameters()]
+    def resume(rank, weights, states):
+        results = []
+        for converted in (False, True):
+            model = unet(dims, dtype, converted)
+            model.load_state_dict(weights)
+            optimizer = DistributedFusedAdam(model.parameters(), **arguments)
+            optimizer.load_state_dict(states)
+            losses = train(rank, model, optimizer, range(4, 7))
+            results.append((losses, [p.detach().contiguous() for p in model.parameters()]))
+        return results
 
-    contiguous, converted = on_ranks(2, run, False)[0], on_ranks(2, run, True)[0]
+    contiguous, converted = on_ranks(2, run)[0]
     assert converted[0] == pytest.approx(contiguous[0], rel=close["rtol"], abs=close["atol"])
     assert converted[0][6] < converted[0][0]
-    for into in (False, True):
-        losses, values = on_ranks(2, resume, into, converted[1], converted[2])[0]
+    for losses, values in on_ranks(2, resume, converted[1], converted[2])[0]:
         assert losses == pytest.approx(converted[0][4:], rel=close["rtol"], abs=close["atol"])
         for ours, theirs in zip(values, converted[3], strict=True):
             torch.testing.assert_close(ours, theirs, **close)
