@@ -53,6 +53,7 @@ def test_without_it_offloading_waits_for_every_parameter(costs, case):
 
 
 def test_a_backward_of_a_plugged_engine_that_offloads_waits_for_nothing():
+    """Without, it looks at each gradient for overflow."""
     assert on_ranks(stock.RANKS, _backward, timeout=stock.TIMEOUT) == [[], []]
 
 
@@ -74,7 +75,7 @@ def _cost(case, rank, change):
 def _backward(rank):
     stock.initialize(rank)
     waits = []
-    for stage in (1, 2, 3):
+    for stage in (1, 2):  # stage 3 compares its trace of parameters between ranks while it is new
         case = stock.Case(stage, "bf16", offload=True)
         with plug(stock.engine_of(case)) as plugged, HostSyncs() as syncs:
             stock.backwards(plugged.engine, case, rank, 0)
