@@ -49,7 +49,7 @@ def initialize(
     - training_data: a data set, of which each rank's loader gives a share, in micro-batches, shuffled anew by
       `dataloader.sampler.set_epoch`; an iterable one is taken as each rank has it. `collate_fn` is the loader's.
     - lr_scheduler: instead of the config's. A torch scheduler of the optimizer given here, or a function that makes one
-      of the optimizer given back. The engine moves it, also by steps that were skipped: its rates are used late then.
+      of the optimizer given back. The engine moves it, and no skipped step uses up one of its rates.
     - dist_init_required: None and True join the default process group if that was not done; without a launcher it is
       this process alone. False never does.
 
