@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 import wave
 from array import array
 
@@ -186,3 +187,19 @@ def test_what_only_distributed_data_parallel_can_do_is_refused(asr):
 
     with pytest.raises(ValueError, match="find_unused_parameters"):
         ShardedStrategy(find_unused_parameters=True)
+
+
+def test_zero_grad_through_lightnings_wrapper_is_the_optimizers_own_while_a_callback_has_replaced_it(asr):
+    """NeMo's CUDAGraphCallback replaces `zero_grad` of the optimizer while it captures; the wrapper has the class's."""
+    optimizers = pytest.importorskip("lightning.pytorch.core.optimizer")
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = stepstack_nemo.DistributedFusedAdam([param], capturable=True)
+    wrapped = optimizers.LightningOptimizer(optimizer)
+    optimizer.zero_grad = types.MethodType(lambda self, *_, **__: None, optimizer)
+    param.sum().backward()
+    address = param.grad.data_ptr()
+    optimizer.zero_grad()
+    assert param.grad.tolist() == [1, 1, 1]
+    wrapped.zero_grad(set_to_none=True)
+    assert param.grad.tolist() == [0, 0, 0]
+    assert param.grad.data_ptr() == address
