@@ -107,13 +107,13 @@ class DistributedFusedAdam(ApexMethods):
         )
         check_hook_flags(flat, told["grad_dtype"])
         self.overlap_param_sync = overlap_param_sync
-        self._device = flat[0].device if flat else torch.device("cpu")
+        on = flat[0].device if flat else torch.device("cpu")
         self._has_masters, self._has_views = told["master_weights"] is not None, contiguous_grad_buffer or capturable
         self._is_made = False
         self._grad_dtype: torch.dtype = told["grad_dtype"]
-        self._spread = Spread(1 if disable_distributed_parameters else distributed_size, distribute_within_nodes)
-        self._meshes = Meshes.of(flat, self._spread, process_group, distributed_process_group, redundant_process_group)
-        self._pending = Pending(self._device)
+        spread = Spread(1 if disable_distributed_parameters else distributed_size, distribute_within_nodes)
+        self._meshes = Meshes.of(flat, spread, process_group, distributed_process_group, redundant_process_group)
+        self._pending = Pending(on)
         super().__init__(
             [self._prepared(part) for group in groups for part in apart(group)],
             FusedAdam,
@@ -137,7 +137,7 @@ class DistributedFusedAdam(ApexMethods):
         self._is_made = True
         self._pending.of_steps(self)
         if capturable:
-            LearningRates(self.param_groups, self._device).of_steps(self)
+            LearningRates(self.param_groups, on).of_steps(self)
         self._keeps_apart = ExitStack()
         several = any(mesh is not None and mesh.size() > 1 for mesh in self._meshes)
         if several and (not overlap_grad_sync or any(getattr(p, "_disable_overlap_grad_sync", False) for p in flat)):
