@@ -412,22 +412,6 @@ def test_masters_of_the_inner_optimizer_are_refreshed_from_the_model_too():
     assert torch.equal(*refreshed, torch.full((64,), 2.0))
 
 
-def test_weights_loaded_while_gathers_are_under_way_stay():
-    def check(rank):
-        model = nn.Linear(64, 64)
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-        optimizer.overlap_gather(model)
-        loaded = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
-        model(torch.ones(64)).sum().backward()
-        optimizer.step()
-        model.load_state_dict(loaded)
-        waiting = len(optimizer._gather._pending)
-        optimizer.synchronize()
-        return waiting, all((p == 7).all().item() for p in model.parameters())
-
-    assert on_ranks(2, check) == [(0, True)] * 2
-
-
 def test_gradients_are_reduced_in_the_dtype_asked_for():
     def check(rank, grad_dtype):
         p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))

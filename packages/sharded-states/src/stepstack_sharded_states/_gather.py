@@ -12,18 +12,21 @@ from stepstack_sharded_states._mesh import this_rank
 
 
 class Gather:
-    """Gathers buckets, all of them or lazily; a lazy gather is waited for by the modules that hold its parameters."""
+    """Gathers buckets at once, or lazily those that modules wait for, which are those that hold their parameters."""
 
     def __init__(self) -> None:
-        self._lazy = False
+        self._lazy: set[Bucket] = set()
         self._pending: dict[Bucket, Pending] = {}
+        # The model may outlive its optimizer, but not half gathered. At exit others may have gone, and nobody reads it.
+        weakref.finalize(self, _wait_for_all, self._pending).atexit = False
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Every rank starts the same gathers in the same order. All are over, unless they are waited for lazily."""
         for bucket in buckets:
             self._pending[bucket] = bucket.gather()
-        if not self._lazy:
-            self.finish()
+        for bucket in list(self._pending):
+            if bucket not in self._lazy:
+                self._wait(bucket)
 
     def finish(self) -> None:
         """Wait for all that is under way."""
@@ -31,7 +34,7 @@ class Gather:
             self._wait(bucket)
 
     def under_forward(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """From now on let the modules in `module` wait, each for its own parameters, before its forward.
+        """From now on let the modules in `module` wait, each for its own parameters, before its forward or state dict.
 
         Raises ValueError for a parameter that is in no module: nobody would wait for it.
         """
@@ -49,13 +52,14 @@ class Gather:
         for part, params in of_part.items():
             if params:
                 needed = list(dict.fromkeys(home[param] for param in params))
-                self._while_alive(part.register_forward_pre_hook(_waiting_for(ours, needed)))
-        for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-            self._while_alive(register(_waiting_for(ours, list(buckets))))  # type: ignore[no-untyped-call]
-        self._lazy = True
-
-    def _while_alive(self, handle: Any) -> None:
-        weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
+                for register in (
+                    part.register_forward_pre_hook,
+                    part.register_state_dict_pre_hook,
+                    part.register_load_state_dict_pre_hook,
+                ):
+                    handle: Any = register(_waiting_for(ours, needed))
+                    weakref.finalize(self, handle.remove)
+        self._lazy.update(buckets)
 
     def _wait(self, bucket: Bucket) -> None:
         pending = self._pending.pop(bucket, None)
@@ -67,6 +71,11 @@ def _read_by(part: nn.Module) -> list[nn.Parameter]:
     """The parameters that a module's own forward reads: its own, and those in lists, which have no forward."""
     lists = [child for child in part.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
     return [param for holder in (part, *lists) for param in holder.parameters(recurse=False)]
+
+
+def _wait_for_all(pending: dict[Bucket, Pending]) -> None:
+    for under_way in pending.values():
+        under_way.wait()
 
 
 def _waiting_for(gather: "weakref.ref[Gather]", buckets: list[Bucket]) -> Callable[..., None]:

@@ -217,7 +217,7 @@ class ShardedOptimizer(SavedStates):
 
         For a model whose parameters are used by the modules that hold them. Whoever reads one in another way (a weight
         that a different module uses first, an average of weights) calls `synchronize()` before; `state_dict()` of the
-        module does.
+        module, or of one in it, waits by itself. Groups added later are gathered in `step()`, until the next call.
         """
         self._gather.under_forward(module, self._backward.buckets)
 
