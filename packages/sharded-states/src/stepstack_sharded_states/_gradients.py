@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,7 @@ class Signature:
         digest = 0
         for number, member in enumerate(members):
             if member.used:
-                digest ^= random.Random(number).getrandbits(BLOCK // 2)
+                digest ^= _code(number)
         if digest not in self._written:
             bits = [digest >> place & 1 for place in range(BLOCK // 2)]
             self._written[digest] = torch.tensor(bits + [1 - bit for bit in bits]).to(self._like)
@@ -195,6 +196,11 @@ class ViewedGradients(Gradients):
             self._buffer.zero_()
         for member in members:
             member.param.grad = member.place_in(self._buffer)
+
+
+@cache  # making a generator takes longer than all else that is done for a gradient
+def _code(number: int) -> int:
+    return random.Random(number).getrandbits(BLOCK // 2)
 
 
 def _strided(grad: Tensor | None) -> Tensor:
