@@ -230,6 +230,28 @@ def test_gradients_are_assigned_where_a_reduced_bucket_has_none_yet():
         assert on_ranks(2, lambda rank, options=options: check(rank, **options)) == [[(-1, -1), (-3, -3)]] * 2
 
 
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["plain", "capturable"])
+def test_no_gradient_is_shown_while_a_part_of_it_is_not_reduced(options):
+    def check(rank):
+        p, q = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(100))
+        optimizer = ShardedOptimizer([p, q], torch.optim.SGD, lr=1.0, **options)
+        shards = optimizer.param_groups[0]["params"]
+        ((p.sum() + q.sum()) * (rank + 1)).backward()
+        shown = [[shard.grad is not None for shard in shards]]
+        with optimizer.no_sync():
+            (p.sum() * (rank + 1)).backward()
+        shown.append([shard.grad is not None for shard in shards])
+        optimizer.grad_shards()
+        shown.append([shard.grad is not None for shard in shards])
+        norm = torch.nn.utils.clip_grad_norm_(shards, 1e9).full_tensor().item()
+        optimizer.step()
+        return shown, norm, p.max().item(), q.max().item()
+
+    both, none = [True, True], [False, False]
+    expected = ([both, none, both], pytest.approx((100 * 3.0**2 + 100 * 1.5**2) ** 0.5), -3.0, -1.5)
+    assert on_ranks(2, check) == [expected] * 2
+
+
 @pytest.mark.parametrize("saved", [None, torch.float32])
 def test_a_state_dict_with_other_masters_is_refused(saved):
     def make(inner_dtype):

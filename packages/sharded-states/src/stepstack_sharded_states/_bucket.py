@@ -77,11 +77,15 @@ class Bucket:
     """Those whose gradient has come in this backward."""
     launched: bool = False
     """In this backward."""
+    shown: bool = False
+    """Callers see the gradients."""
 
     def receive(self, member: Member) -> None:
         """Take in a gradient that is new in `member.param.grad`."""
         self.gradients.receive(member)
         member.unreduced = member.used = True
+        if self.shown and self.gradients.set_aside:  # the slice holds no mean until the next reduction
+            self._hide()
 
     def launch(self) -> None:
         """Start the reduction. Every rank launches its buckets in the same order."""
@@ -94,16 +98,14 @@ class Bucket:
         self.launched = False
         for member in self.members:
             member.unreduced = False
-            if member.used:
-                member.show(member.shard_grad)
+        self._show()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients, or set those that are there to zero."""
         self.arrived.clear()
         self.launched = False
         self.gradients.zero(self.members, set_to_none=set_to_none)
-        for member in self.members:
-            member.show(member.shard_grad if member.used and not member.unreduced else None)
+        self._show()
 
     def before_step(self) -> None:
         """Start to give the inner optimizer the gradients, where it wants them elsewhere."""
@@ -123,6 +125,17 @@ class Bucket:
     def gather(self) -> Pending:
         """Start to give every rank of the shard axis all slices of the parameters."""
         return self.ranks.all_gather(self.params, self.param_slice)
+
+    def _show(self) -> None:
+        """Let callers find what is reduced."""
+        self.shown = True
+        for member in self.members:
+            member.show(member.shard_grad if member.used and not member.unreduced else None)
+
+    def _hide(self) -> None:
+        self.shown = False
+        for member in self.members:
+            member.show(None)
 
 
 @dataclass(frozen=True)
