@@ -6,8 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stepstack import OptimizerStep
+from stepstack_clip import clip_grad_norm_
 from stepstack_fused_adam import FusedAdamW
 from stepstack_grad_scaler import GradScaler
+from stepstack_gradnorm import Part
 from stepstack_sharded_states import ShardedOptimizer
 from stepstack_testing import HostSyncs, RankError, on_ranks
 
@@ -117,6 +119,26 @@ def test_parameters_that_fsdp_shards_are_stepped_as_one_process_steps_them():
             torch.testing.assert_close(mine.full_tensor(), expected, rtol=1e-5, atol=1e-6)
 
     on_ranks(2, run)
+
+
+def test_experts_are_refused_and_clip_as_one_with_the_group_that_they_are_spread_over():
+    def check(rank):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+        dense, expert = torch.nn.Parameter(torch.zeros(300)), torch.nn.Parameter(torch.zeros(300))
+        groups = [{"params": [dense]}, {"params": [expert], "mesh": grid["data"]}]
+        optimizer = ShardedOptimizer(groups, torch.optim.SGD, lr=1.0)
+        with pytest.raises(ValueError, match=f"rank {rank}: parameters in several meshes.*Part"):
+            OptimizerStep(optimizer)
+        (dense.sum() + expert.sum() * (2 if rank > 1 else 4)).backward()  # of experts half counts, of 4 ranks 2
+        norm = clip_grad_norm_([dense], 3.0, parts=[Part([expert], sharded_over=grid["expert"])])
+        optimizer.step()
+        return norm.item(), dense.unique().tolist(), expert.unique().tolist()
+
+    norm = (300 * (1 + 2**2 + 1)) ** 0.5
+    for rank, (seen, dense, expert) in enumerate(on_ranks(4, check)):
+        assert seen == pytest.approx(norm)
+        assert dense == [pytest.approx(-3 / norm)]
+        assert expert == [pytest.approx(-3 / norm * (1 if rank > 1 else 2))]
 
 
 def test_a_negative_max_norm_is_refused_with_the_rank():

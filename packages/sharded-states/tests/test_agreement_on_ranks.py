@@ -76,6 +76,22 @@ def test_a_norm_with_objections_skips_on_all_ranks_what_one_objects_to(shape, wh
         assert a == b != c
 
 
+@pytest.mark.filterwarnings("ignore:.*ranks differed")
+def test_a_flag_is_agreed_for_one_step_only():
+    def check(rank):
+        p, q = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(3))
+        optimizer = make([p, q], (2,))
+        optimizer.found_inf, optimizer.found_inf_is_agreed = torch.zeros(2), True
+        with pytest.raises(ValueError, match="found_inf must be one number"):
+            optimizer.step()
+        (p.sum() + (q.sum() if rank else 0)).backward()
+        optimizer.found_inf = torch.zeros(())
+        optimizer.step()
+        return optimizer.found_inf.item(), p.max().item()
+
+    assert on_ranks(2, check) == [(1.0, 1.0)] * 2
+
+
 def test_with_several_meshes_an_agreed_flag_is_agreed_over_all_of_them():
     def check(rank):
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))

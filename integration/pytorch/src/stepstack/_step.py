@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -61,7 +62,8 @@ class OptimizerStep:
     Every rank that holds a part of the gradient calls it. The norm of a `ShardedOptimizer` or of DTensors is that of
     the whole gradient; plain gradients are taken as the same on all ranks, as DistributedDataParallel leaves them.
 
-    Raises ValueError for a max_norm that is negative or NaN, TypeError for what is not a scaler or not a schedule.
+    Raises ValueError for a max_norm that is negative or NaN, and for a `ShardedOptimizer` with parameters in several
+    meshes, of which this can't know which hold different parts; TypeError for what is not a scaler or not a schedule.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class OptimizerStep:
             raise ValueError(f"{_here()}: max_norm must be 0 or more, or None for no clipping; got {max_norm}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"{_here()}: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        if isinstance(optimizer, ShardedOptimizer):
+            _check_one_mesh(optimizer)
         self.optimizer = optimizer
         self.max_norm = float("inf") if max_norm is None else max_norm
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -90,7 +94,8 @@ class OptimizerStep:
     def __call__(self) -> StepResult:
         """Step. The gradients are used up: `.grad` is None afterwards, in a skipped step too."""
         grads = self._grads()
-        norm = total_norm(grads).to(self.applied_steps.device, non_blocking=True)
+        device = self.applied_steps.device
+        norm = total_norm(grads).to(device, non_blocking=device.type != "cpu")  # on the CPU it could be read too early
         scale = torch.ones_like(norm)
         if self.scaler is not None:
             scale = self.scaler.scale(scale)
@@ -123,19 +128,26 @@ class OptimizerStep:
     def _update(self, grads: list[Tensor], divisor: Tensor, found_inf: Tensor) -> None:
         optimizer: Any = self.optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            told: dict[str, Any] = {"grad_scale": divisor, "found_inf": found_inf}
+            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             if isinstance(optimizer, ShardedOptimizer):
-                told["found_inf_is_agreed"] = True
-            for name, value in told.items():
-                setattr(optimizer, name, value)
+                optimizer.found_inf_is_agreed = True
             try:
                 optimizer.step()
             finally:
-                for name in told:
-                    delattr(optimizer, name)
+                del optimizer.grad_scale, optimizer.found_inf
         elif not found_inf.item():  # The one wait: an optimizer without the flag can't be told on the device.
             multiply_(grads, divisor.reciprocal())
             optimizer.step()
+
+
+def _check_one_mesh(optimizer: ShardedOptimizer) -> None:
+    shards = (shard for group in optimizer.param_groups for shard in group["params"])
+    if len({shard.device_mesh for shard in shards if isinstance(shard, DTensor)}) > 1:
+        raise ValueError(
+            f"{_here()}: parameters in several meshes, such as experts, have no norm that is known here: ranks outside "
+            "of a mesh may hold other experts, or the same. Clip with stepstack_clip.clip_grad_norm_ and a Part that "
+            "says over which groups they are spread, then call step() of the optimizer"
+        )
 
 
 def _here() -> str:

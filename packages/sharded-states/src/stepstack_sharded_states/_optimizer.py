@@ -71,10 +71,12 @@ class ShardedOptimizer(SavedStates):
     in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
     optimizer_class without them works too, at the price of one wait for the device in each step of several ranks or
     with a `found_inf`; without one it raises RuntimeError, on all ranks, where they differ in what has a gradient. A
-    third attribute, `found_inf_is_agreed`, spares the reduction: see `grad_shards_with_objections()`.
+    third attribute, `found_inf_is_agreed`, spares one step's reduction: see `grad_shards_with_objections()`.
     """
 
     _step_supports_amp_scaling = True
+    found_inf_is_agreed = False
+    """In the next step `found_inf` need not be reduced."""
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class ShardedOptimizer(SavedStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        is_agreed, self.found_inf_is_agreed = self.found_inf_is_agreed, False
         self._skipped.say()
         self._distribution.check_ranks()
         check_in_place(self._groups)
@@ -148,7 +151,7 @@ class ShardedOptimizer(SavedStates):
             bucket.before_step()
         wait_for_offloaded(self._backward.buckets)
         flags = {name: flag_of(self, name) for name in ("grad_scale", "found_inf")}
-        step_inner(self._inner, self._members(), **flags, skip=self._agree(flags["found_inf"]))
+        step_inner(self._inner, self._members(), **flags, skip=self._agree(flags["found_inf"], is_agreed))
         for bucket in self._backward.buckets:
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
@@ -182,7 +185,8 @@ class ShardedOptimizer(SavedStates):
             optimizer.found_inf, optimizer.found_inf_is_agreed = (~norm.isfinite()).float(), True
 
         says of the whole step whether it counts, the same on all ranks of the mesh: `step()` need not ask them again.
-        With parameters in several meshes it does so all the same.
+        With parameters in several meshes it does so all the same. It sets `found_inf_is_agreed` back: that says
+        nothing of the flag of another step.
         """
         return self.grad_shards() + objections(self._backward.buckets, self._distribution.ranks)
 
@@ -248,11 +252,11 @@ class ShardedOptimizer(SavedStates):
     def _members(self) -> Iterator[Member]:
         return (member for group in self._groups for member in group.members)
 
-    def _agree(self, found_inf: Tensor | None) -> Tensor | None:
+    def _agree(self, found_inf: Tensor | None, already: bool) -> Tensor | None:
         buckets, meshes = self._backward.buckets, self._distribution.ranks
         if found_inf is not None or getattr(self._inner, "_step_supports_amp_scaling", False):  # else it would raise
             self._skipped.note(buckets, meshes)
-        return agreed(found_inf, buckets, meshes, already=getattr(self, "found_inf_is_agreed", False))
+        return agreed(found_inf, buckets, meshes, already=already)
 
 
 def _shown_grad(member: Member) -> Tensor:
