@@ -83,7 +83,7 @@ def _parts(member: Any) -> tuple[Part, Part]:
 def _measured(parts: Sequence[tuple[Part, Part]], scale: Tensor) -> tuple[Tensor, Tensor]:
     """The norm without the loss scale, and whether any gradient is not finite, one that does not count included."""
     _, norms = total_norm([part for pair in parts for part in pair], part_norms=True)
-    norms = norms.to(scale.device, non_blocking=True)
+    norms = norms.to(scale.device, non_blocking=scale.device.type != "cpu")  # on the CPU they could be read too early
     norm = torch.linalg.vector_norm(norms[::2].double()).float()
     found_inf = (~(norms.isfinite().all() & norm.isfinite())).float()
     return norm / scale, found_inf

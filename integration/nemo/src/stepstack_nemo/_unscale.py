@@ -36,7 +36,7 @@ def inverse_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
     """1 / scale, rounded once, on the device. RuntimeError where the scaler has scaled nothing yet."""
     if scaler._scale is None:
         raise RuntimeError("unscale_grads needs a scaler that has scaled a loss: call scaler.scale(loss) before")
-    return scaler._scale.double().reciprocal().to(device, torch.float32, non_blocking=True)
+    return scaler._scale.double().reciprocal().to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 def check_stage(scaler: torch.amp.GradScaler, optimizer: Any) -> None:

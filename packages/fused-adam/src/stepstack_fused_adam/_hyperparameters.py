@@ -55,8 +55,8 @@ class Hyperparameters:
             beta1=_moved(self.beta1, device),
             beta2=_moved(self.beta2, device),
             weight_decay=_moved(self.weight_decay, device),
-            grad_scale=None if self.grad_scale is None else self.grad_scale.to(device, non_blocking=True),
-            skip=None if self.skip is None else self.skip.to(device, non_blocking=True),
+            grad_scale=None if self.grad_scale is None else moved(self.grad_scale, device),
+            skip=None if self.skip is None else moved(self.skip, device),
         )
 
     def scalars(self, dtype: torch.dtype, device: torch.device) -> Scalars:
@@ -64,7 +64,7 @@ class Hyperparameters:
 
         def scalar(number: Number) -> Tensor:
             if isinstance(number, Tensor):
-                return number.to(device, dtype, non_blocking=True)
+                return moved(number, device, dtype)
             return torch.full((), number, dtype=dtype, device=device)
 
         divisor = scalar(1.0 if self.grad_scale is None else self.grad_scale)
@@ -95,8 +95,13 @@ def contract(grad_scale: Number | None, found_inf: Number | None) -> tuple[Tenso
     return scale, skip
 
 
+def moved(number: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The number on the device. Waits for a copy to the CPU only, which could be read there before it has arrived."""
+    return number.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 def _moved(number: Number, device: torch.device) -> Number:
     if not isinstance(number, Tensor):
         return number
     number = number.reshape(())
-    return number if number.is_cpu else number.to(device, torch.float32, non_blocking=True)
+    return number if number.is_cpu else moved(number, device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepstack_fused_adam._definition import update_
-from stepstack_fused_adam._hyperparameters import Hyperparameters
+from stepstack_fused_adam._hyperparameters import Hyperparameters, moved
 from stepstack_fused_adam._run import Run, arithmetic, flat
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -172,7 +172,7 @@ def _round_(params: Tensors, masters: Tensors, skip: Tensor | None) -> None:
 def _decay_(weights: Tensors, by: Hyperparameters) -> None:
     factor = 1 - by.lr * by.weight_decay
     assert isinstance(factor, Tensor)
-    factor = factor.to(weights[0].device, non_blocking=True)
+    factor = moved(factor, weights[0].device)
     if by.skip is not None:
         factor = torch.where(by.skip != 0, torch.ones_like(factor), factor)
     torch._foreach_mul_(weights, factor)

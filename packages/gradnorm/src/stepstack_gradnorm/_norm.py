@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepstack_gradnorm._memory import Seen
 from stepstack_gradnorm._part import Grads, in_parts
-from stepstack_gradnorm._plan import added, device_of, home, totals
+from stepstack_gradnorm._plan import added, device_of, home, moved, totals
 from stepstack_gradnorm._shares import Shares
 from stepstack_gradnorm._sums import Maximum, sum_for
 
@@ -107,7 +107,7 @@ def tensor_norms(
     if not sums:
         return {}
     device = home(value.device for value in sums.values())
-    norms = sum_.norm(torch.stack([value.to(device, non_blocking=True) for value in sums.values()]))
+    norms = sum_.norm(torch.stack([moved(value, device) for value in sums.values()]))
     return dict(zip(grads, _agreed(norms, agree_over).unbind(), strict=True))
 
 
@@ -122,5 +122,5 @@ def _agreed(norms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The largest of each over the ranks of the group."""
     if group is None:
         return norms
-    packed = norms.reshape(-1).to(device_of(group, norms.device), non_blocking=True)
+    packed = moved(norms.reshape(-1), device_of(group, norms.device))
     return Maximum(packed.dtype).all_reduce(packed, group).reshape(norms.shape)

@@ -29,9 +29,19 @@ def totals(shares: Shares, sum_: Sum) -> dict[Hashable, Tensor]:
 
 
 def home(devices: Iterable[torch.device]) -> torch.device:
-    """Where numbers from these devices meet: on the first that is no CPU, since a copy to the CPU would wait for it."""
+    """Where numbers from these devices meet: on the first that is no CPU, since a copy to the CPU would wait for it.
+
+    Without any, on the accelerator that this process uses: where the others have theirs, if the group has both kinds.
+    """
     several = [*devices]
+    if not several:
+        return _in_use()
     return next((device for device in several if device.type != "cpu"), torch.device("cpu"))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. Waits for a copy to the CPU only, which could be read there before it has arrived."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
@@ -42,6 +52,13 @@ def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device
     return torch.empty(0, device=next((kind for kind in kinds if kind != "cpu"), kinds[0])).device
 
 
+def _in_use() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
 def _local(shares: list[Share], sum_: Sum) -> list[Tensor]:
     """What each share adds up to on this rank."""
     lists: dict[Place, list[list[Tensor]]] = {}
@@ -49,7 +66,7 @@ def _local(shares: list[Share], sum_: Sum) -> list[Tensor]:
         for place, joined in share.memory.runs().items():
             lists.setdefault(place, [[] for _ in shares])[index] = joined
     to = home(device for device, _ in lists)
-    places = [sum_.of(several).to(to, non_blocking=True) for several in lists.values()]
+    places = [moved(sum_.of(several), to) for several in lists.values()]
     if len(places) == 1:
         return [*places[0].unbind()]
     if not places:
@@ -61,7 +78,7 @@ def _reduced(pending: dict[Key, Tensor], name: str, group: dist.ProcessGroup, su
     """After the all-reduce over one group; what then has the same label and groups is added up."""
     meant = [key for key in pending if name in key[1]]
     device = device_of(group, home(pending[key].device for key in meant))
-    packed = torch.stack([pending[key].to(device, non_blocking=True) for key in meant])
+    packed = torch.stack([moved(pending[key], device) for key in meant])
     pending = pending | dict(zip(meant, sum_.all_reduce(packed, group).unbind(), strict=True))
     merged: dict[Key, list[Tensor]] = {}
     for (label, names), value in pending.items():
@@ -74,4 +91,4 @@ def added(values: list[Tensor], sum_: Sum) -> Tensor:
     if len(values) == 1:
         return values[0]
     device = home(value.device for value in values)
-    return sum_.together([torch.stack([value.to(device, non_blocking=True) for value in values])])[0]
+    return sum_.together([torch.stack([moved(value, device) for value in values])])[0]

@@ -27,7 +27,7 @@ def agreed(
     if not reduced:
         flags += [differ for ranks in meshes if (differ := _differ(buckets, ranks)) is not None]
     device = buckets[0].params.device
-    here = [flag.to(device, non_blocking=True) for flag in flags]
+    here = [moved(flag, device) for flag in flags]
     flag = torch.stack(here).any().float() if here else torch.zeros((), device=device)
     if not reduced:
         for ranks in meshes:
@@ -89,10 +89,15 @@ class Skipped:
         )
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. Waits for a copy to the CPU only, which could be read there before it has arrived."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def _differ(buckets: Sequence[Bucket], ranks: Ranks) -> Tensor | None:
     """Whether this rank has seen that ranks of this mesh differ, 0-d bool; None on those that see nothing."""
     seen = [b.gradients.differ for b in buckets if b.ranks is ranks and b.gradients.differ is not None]
     if not seen:
         return None
     device = seen[0].device
-    return torch.stack([differ.to(device, non_blocking=True) for differ in seen]).any()
+    return torch.stack([moved(differ, device) for differ in seen]).any()
