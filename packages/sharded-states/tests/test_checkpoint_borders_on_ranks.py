@@ -56,6 +56,22 @@ def equal(one, other):
     return True
 
 
+def test_names_are_those_inside_of_wrappers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = make(dict(model.named_parameters())).sharded_state_dict()
+    model[0] = torch.compile(model[0], backend="eager")
+    compiled = torch.compile(model, backend="eager")
+    params = dict(compiled.named_parameters())
+    assert "_orig_mod.0._orig_mod.weight" in params
+    optimizer = make(params)
+    assert optimizer.sharded_state_dict().keys() == plain.keys()
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in plain_names(model)]
+
+
+def plain_names(model):
+    return [(name.replace("_orig_mod.", ""), param) for name, param in model.named_parameters()]
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank(tmp_path):
     others = {
         "another": ({"w": (9, 20), "b": (20,), "more": (3,)}, torch.optim.AdamW, {}),

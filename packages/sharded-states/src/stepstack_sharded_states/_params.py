@@ -19,6 +19,10 @@ from stepstack_sharded_states._overlap import overlap
 _NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
+_WRAPPERS = (
+    "_orig_mod.",
+    "_checkpoint_wrapped_module.",
+)  # torch.compile's and activation checkpointing's part of names
 
 
 @dataclass(eq=False)
@@ -152,8 +156,8 @@ def _read_group(group: Any, number: int) -> Group:
     if isinstance(given, set):
         raise TypeError(f"{this_rank()}: parameter group {number} is a set, whose order changes from run to run")
     items = [given] if isinstance(given, Tensor) else list(given)
-    pairs = [
-        item if isinstance(item, tuple) else (f"{position} of group {number}", item)
+    pairs: list[tuple[str, Any]] = [
+        (_without_wrappers(item[0]), item[1]) if isinstance(item, tuple) else (f"{position} of group {number}", item)
         for position, item in enumerate(items)
     ]
     for name, param in pairs:
@@ -168,3 +172,10 @@ def _read_group(group: Any, number: int) -> Group:
         named=any(isinstance(item, tuple) for item in items),
         order=[name for name, _ in pairs],
     )
+
+
+def _without_wrappers(name: str) -> str:
+    """The name that the parameter has without them, which is the one that torch's state dicts of a model have."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
