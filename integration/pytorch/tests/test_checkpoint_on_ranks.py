@@ -227,6 +227,26 @@ def test_a_refusal_is_the_same_on_all_ranks_and_changes_nothing(written, tmp_pat
     assert re.search(said[harm].replace("rank . ", "rank .: .*"), words)
 
 
+def test_two_things_of_one_name_are_not_saved(tmp_path):
+    def save(rank):
+        model = torch.nn.Linear(4, 8 + rank)
+        save_checkpoint(tmp_path / "run", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    words = errors_of(2, save)
+    assert "'model.weight' is (8, 4), torch.float32 on rank 0 and (9, 4), torch.float32 on rank 1" in words
+
+
+def test_ranks_that_give_other_things_than_others_are_told(tmp_path):
+    def load(rank):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        load_checkpoint(tmp_path, model=model, **({"optimizer": optimizer} if rank else {}))
+
+    words = "ranks differ in what they are given: rank 0 has ['model'], rank 1 has ['model', 'optimizer']"
+    assert errors_of(2, load) == words
+
+
 def test_in_the_middle_of_accumulation_nothing_is_saved(tmp_path):
     def save_early(rank):
         model, optimizer = sharded()

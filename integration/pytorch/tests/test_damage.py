@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepstack import CheckpointError, _folder, load_checkpoint, save_checkpoint
+from stepstack import CheckpointError, OptimizerStep, _folder, load_checkpoint, save_checkpoint
 
 FILES = [".metadata", "__0_0.distcp", "values.json", "checkpoint.json"]
 
@@ -149,6 +149,8 @@ def test_numbers_of_another_kind_are_named(refused):
 
 def test_what_was_not_saved_is_not_loaded(refused):
     refused("the checkpoint was saved without scaler", scaler=torch.amp.GradScaler("cpu"))
+    model, optimizer = make()
+    refused("without optimizer_step: give the optimizer that is in it", model=model, optimizer=OptimizerStep(optimizer))
 
 
 def test_who_refuses_what_was_saved_for_him_keeps_what_he_had(tmp_path):
@@ -171,10 +173,13 @@ def test_who_refuses_what_was_saved_for_him_keeps_what_he_had(tmp_path):
     [
         ({"step": -1}, "step must be an integer of at least 0, or None; got -1"),
         ({"step": 1.5}, "step must be"),
+        ({"step": True}, "step must be"),
         ({"keep": 0}, "keep must be an integer of at least 1"),
+        ({"dir": None}, "NoneType"),
         ({"extra": {"when": object()}}, r"extra\['when'\] is a builtins\.object"),
         ({"scaler": 2.0}, "scaler has no state_dict"),
         ({"optimizer": None}, "give both"),
+        ({"model": nn.GELU()}, "the model has neither parameters nor buffers"),
         ({"model": nn.Linear(1, 1)}, r"parameter 0 of the optimizer's group 0, of shape \(8, 4\), is not in the model"),
     ],
     ids=lambda value: "",
@@ -182,5 +187,5 @@ def test_who_refuses_what_was_saved_for_him_keeps_what_he_had(tmp_path):
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, options, said):
     model, optimizer = make()
     with pytest.raises(CheckpointError, match=said):
-        save_checkpoint(tmp_path / "run", **{"model": model, "optimizer": optimizer, **options})
+        save_checkpoint(**{"dir": tmp_path / "run", "model": model, "optimizer": optimizer, **options})
     assert not (tmp_path / "run").exists()

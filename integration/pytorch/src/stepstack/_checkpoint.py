@@ -66,8 +66,8 @@ def save_checkpoint(
     """
     with _one_at_a_time:
         ranks = Ranks(process_group)
-        contents = ranks.each(lambda: Contents(model, optimizer, scaler, scheduler))
-        return _save(ranks, Path(dir), *_collected(ranks, contents, extra), step, keep)
+        contents = _contents(ranks, model, optimizer, scaler, scheduler)
+        return _save(ranks, dir, *_collected(ranks, contents, extra), step, keep)
 
 
 def async_save_checkpoint(
@@ -96,7 +96,7 @@ def async_save_checkpoint(
         if process_group is None and dist.is_initialized():
             process_group = _group_of_its_own(dist.group.WORLD)
         ranks = Ranks(process_group)
-        contents = ranks.each(lambda: Contents(model, optimizer, scaler, scheduler))
+        contents = _contents(ranks, model, optimizer, scaler, scheduler)
         collected = _collected(ranks, contents, extra)
         copied, future = threading.Event(), Future[Path]()
     except BaseException:
@@ -105,7 +105,7 @@ def async_save_checkpoint(
 
     def save() -> None:
         try:
-            future.set_result(_save(ranks, Path(dir), *collected, step, keep, copied.set))
+            future.set_result(_save(ranks, dir, *collected, step, keep, copied.set))
         except BaseException as error:
             future.set_exception(error)
         finally:
@@ -142,8 +142,18 @@ def load_checkpoint(
     that names and shapes are those of `model` and `optimizer`. CheckpointError, on every rank, says what is not so.
     Nothing that a file says is run: tensors are read as numbers, and the rest is JSON.
     """
-    ranks = Ranks(process_group)
-    contents = ranks.each(lambda: Contents(model, optimizer, scaler, scheduler))
+    with _one_at_a_time:  # what is being saved may be what is to be loaded
+        return _load(Ranks(process_group), dir, step, model, optimizer, scaler, scheduler)
+
+
+def _contents(ranks: Ranks, *objects: Any) -> Contents:
+    contents = ranks.each(lambda: Contents(*objects))
+    ranks.alike("what they are given", contents.names)
+    return contents
+
+
+def _load(ranks: Ranks, dir: str | PathLike[str], step: int | None, *objects: Any) -> LoadedCheckpoint:
+    contents = _contents(ranks, *objects)
     checkpoint, marker = ranks.first(lambda: _found(Path(dir), step))
     values = ranks.each(lambda: from_text(_folder.read(checkpoint / VALUES, marker.files[VALUES]).decode()))
     if contents.parts:
@@ -175,14 +185,14 @@ def _collected(ranks: Ranks, contents: Contents, extra: Any) -> tuple[dict[str, 
 
 def _save(
     ranks: Ranks,
-    folder: Path,
+    folder: str | PathLike[str],
     tensors: dict[str, dict[str, Tensor]],
     text: str,
     step: int | None,
     keep: int | None,
     copied: Callable[[], None] | None = None,
 ) -> Path:
-    step, aside = ranks.first(lambda: _begin(folder, step, keep))
+    step, aside = ranks.first(lambda: _begin(Path(folder), step, keep))
     written = ranks.gather(lambda: write_tensors(aside, tensors, ranks, copied))
     files = {name: record for of_rank in written for name, record in of_rank.items()}
 
@@ -190,7 +200,7 @@ def _save(
         files[VALUES] = _folder.write(aside / VALUES, text.encode())
         checkpoint = _folder.finish(aside, step=step, ranks=ranks.size, files=files)
         if keep is not None:
-            _folder.keep_newest(folder, keep, step=step)
+            _folder.keep_newest(checkpoint.parent, keep, step=step)
         return checkpoint
 
     return ranks.first(finish)
@@ -198,7 +208,7 @@ def _save(
 
 def _begin(folder: Path, step: int | None, keep: int | None) -> tuple[int, Path]:
     for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-        if number is not None and not (isinstance(number, int) and number >= least):
+        if number is not None and not (type(number) is int and number >= least):
             raise ValueError(f"{name} must be an integer of at least {least}, or None; got {number!r}")
     if step is None:
         step = max(_folder.steps_in(folder), default=-1) + 1

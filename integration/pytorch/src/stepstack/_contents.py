@@ -55,6 +55,11 @@ class Contents:
             else:
                 self.parts["optimizer"] = OptimizerPart(optimizer, names_of(model))
 
+    @property
+    def names(self) -> list[str]:
+        """What there is."""
+        return [*self.parts, *self._carried]
+
     def kept(self) -> dict[str, Kept]:
         """What to write of the parts."""
         if len(self.parts) < 2:
@@ -98,7 +103,8 @@ class Contents:
         """What is carried along becomes what was saved."""
         for name, thing in self._carried.items():
             if name not in values:
-                raise ValueError(f"the checkpoint was saved without {name}")
+                instead = ": give the optimizer that is in it instead" * (name == "optimizer_step")
+                raise ValueError(f"the checkpoint was saved without {name}{instead}")
             thing.load_state_dict(values[name])
 
 

@@ -50,6 +50,13 @@ class Ranks:
         _raise(words, error)
         return cast(T, result)
 
+    def alike(self, what: str, value: object) -> None:
+        """Every rank has the same. CheckpointError on all of them if not: what would come next would never end."""
+        values = self.gather(lambda: value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise CheckpointError(f"ranks differ in {what}: rank 0 has {values[0]}, rank {rank} has {other}")
+
     def said(self, failed: dict[int, str]) -> str:
         """What ranks said when they failed, in one text."""
         ranks_of: dict[str, list[int]] = {}

@@ -59,6 +59,8 @@ class ModelPart:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise TypeError("the model is of FullyShardedDataParallel, which flattens its parameters: use fully_shard")
         self._model = unwrapped(model)
+        if not any(True for _ in chain(self._model.parameters(), self._model.buffers())):
+            raise ValueError("the model has neither parameters nor buffers")
         state = get_model_state_dict(self._model)
         self._tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self._values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
@@ -200,6 +202,8 @@ class ShardedOptimizerPart:
         return Kept(tensors, {**values, GROUPS: self._groups})
 
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
+        names = {*chain.from_iterable(self._groups)}
+        compare_names("optimizer", names, names & owners("param_groups", values))  # what others step is not ours to say
         options_of(self._groups, values)
         state_dict = self._optimizer.sharded_state_dict()
         return {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}

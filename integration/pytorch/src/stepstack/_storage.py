@@ -75,7 +75,7 @@ def write_tensors(
     tensors may change.
     """
     writer = _Writer(folder)
-    planner = DefaultSavePlanner() if copied is None else _CopyingPlanner(copied)
+    planner = _Planner() if copied is None else _CopyingPlanner(copied)
     with _in_our_words(ranks):
         save(tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
     return writer.files.written
@@ -93,6 +93,10 @@ def read_metadata(checkpoint: Path, marker: Marker) -> Metadata:
     for info in metadata.storage_data.values():
         if info.relative_path not in marker.files:
             raise ValueError(f"{path} leads to {info.relative_path!r}, which is not a part of the checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
+            if MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                raise ValueError(f"{path} doesn't say where the part of {name!r} at {tuple(chunk.offsets)} is")
     return metadata
 
 
@@ -178,7 +182,26 @@ class _Summed(io.FileIO):
         super().close()
 
 
-class _CopyingPlanner(DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
+    """Refuses two things of one name: of what several ranks have, one writes it, and the others' would be lost."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On one rank, whose exceptions are everybody's."""
+        first: dict[str, tuple[int, Entry]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                assert item.tensor_data is not None
+                entry = Entry(item.tensor_data.size, item.tensor_data.properties.dtype)
+                other, there = first.setdefault(item.index.fqn, (rank, entry))
+                if entry != there:
+                    raise ValueError(
+                        f"{item.index.fqn!r} is {tuple(there.shape)}, {there.dtype} on rank {other} and "
+                        f"{tuple(entry.shape)}, {entry.dtype} on rank {rank}: what differs needs different names"
+                    )
+        return super().create_global_plan(all_plans)
+
+
+class _CopyingPlanner(_Planner):
     """Copies what this rank is to write as soon as that has been agreed on."""
 
     def __init__(self, copied: Callable[[], None]) -> None:
