@@ -59,11 +59,16 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 def find(folder: Path, step: int | None) -> Path:
     """The checkpoint of a step, or the newest; `folder` may also be one itself. ValueError where there is none."""
-    if step is None and (folder / MARKER).is_file():
+    if (folder / MARKER).is_file():
+        if step is not None:
+            raise ValueError(
+                f"{folder} is itself a checkpoint: for one of several steps, give the folder that they are in"
+            )
         return folder
     steps = steps_in(folder)
     if not steps:
-        raise ValueError(f"{folder}: there is no checkpoint")
+        reason = "it has no step_… in it" if folder.is_dir() else f"{folder.absolute()} is no folder"
+        raise ValueError(f"{folder}: there is no checkpoint, {reason}")
     if step is not None and step not in steps:
         raise ValueError(f"{folder}: there is no checkpoint of step {step}, only of {', '.join(map(str, steps))}")
     return steps[max(steps) if step is None else step]
@@ -71,14 +76,19 @@ def find(folder: Path, step: int | None) -> Path:
 
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into, beside the complete ones. Clears away what killed processes left."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MARKER).exists():
+        raise ValueError(f"{folder} is itself a checkpoint: give the folder that it is in, {folder.absolute().parent}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{folder} can't be a folder of checkpoints: {error.filename} is no folder") from error
     for path in folder.glob("step_*.replaced"):
         if path.with_suffix("").exists():
             remove(path)
         else:
             path.rename(path.with_suffix(""))
     for path in folder.glob("step_*.partial"):
-        shutil.rmtree(path)
+        _delete(path)
     aside = folder / f"step_{step}.partial"
     aside.mkdir()
     return aside
@@ -110,7 +120,7 @@ def remove(complete: Path) -> None:
     """Remove a checkpoint, which is no longer one from the first moment on."""
     aside = complete.with_suffix(".partial")
     complete.rename(aside)
-    shutil.rmtree(aside)
+    _delete(aside)
 
 
 def write(path: Path, data: bytes) -> Record:
@@ -185,6 +195,14 @@ def read(path: Path, record: Record) -> bytes:
     data = path.read_bytes()
     _compare(path, Record(len(data), zlib.crc32(data)), record)
     return data
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or what else has its name: of a link to a checkpoint that somebody moved away, only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _compare(path: Path, there: Record, written: Record) -> None:
