@@ -127,10 +127,26 @@ def test_safetensors_are_written_where_the_library_is(folder, tmp_path, monkeypa
     assert '"lr": 0.5' in metadata["param_groups"]
 
 
+def test_an_export_that_cannot_be_written_says_so_and_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "none" / "model.pt")]) == 1
+    assert f"there is no folder {tmp_path}/none\n" in capsys.readouterr().err
+
+    def full(tensors, file):
+        file.write_bytes(b"half of it")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "model.pt")]) == 1
+    assert capsys.readouterr().err == "stepstack: PytorchStreamWriter failed writing file\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("action", [["show"], ["verify"], ["export", "x.pt"]])
 def test_where_there_is_nothing_it_says_so(tmp_path, capsys, action):
     assert main(["checkpoint", action[0], str(tmp_path / "runs"), *action[1:]]) == 1
-    assert capsys.readouterr().err == f"stepstack: {tmp_path}/runs: there is no checkpoint\n"
+    assert (
+        f"stepstack: {tmp_path}/runs: there is no checkpoint, {tmp_path}/runs is no folder\n" == capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter, OrderedDict, namedtuple
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ def test_kinds_of_numbers_and_dicts_come_back_as_plain_ones():
         ((1, {2}), r"extra\[1\] is a builtins\.set"),
         (namedtuple("Point", "x")(1), "extra is a .*Point"),
         ({Path("a"): 1}, r"extra\[0\]\[0\] is a pathlib"),
+        (reduce(lambda inside, _: [inside], range(5_000), 0), "extra is nested too deeply"),
         ({"z": torch.tensor(1j)}, r"extra\['z'\] is a tensor that is spread over ranks, sparse or complex"),
         ({"w": torch.zeros(LARGEST_TENSOR + 1)}, r"extra\['w'\] is a tensor of 65,537 elements"),
     ],

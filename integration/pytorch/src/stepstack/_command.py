@@ -8,7 +8,6 @@ from pathlib import Path
 from stepstack import _folder
 from stepstack._export import SUFFIXES, export
 from stepstack._folder import Marker
-from stepstack._ranks import CheckpointError
 from stepstack._summary import Summary, size_in_words
 
 
@@ -17,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except (CheckpointError, ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # RuntimeError is torch's for a full disk, too
         print(f"stepstack: {error}", file=sys.stderr)
         return 1
     return status

@@ -25,8 +25,11 @@ def export(checkpoint: Path, file: Path, *, optimizer: bool = False) -> int:
     - `.safetensors`: the tensors of that state dict. With `optimizer`, those of the states too, as `state.<parameter>
       .<state>`, and the options of the parameters as JSON in the file's metadata.
 
-    ValueError where the checkpoint is damaged, ImportError where there is no safetensors.
+    ValueError where the checkpoint is damaged, or the folder of `file` is not there; ImportError where there is no
+    safetensors.
     """
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
     marker = _folder.verify(checkpoint)
     save = _save_safetensors if file.suffix == ".safetensors" else _save_torch
     values = from_text((checkpoint / _folder.VALUES).read_bytes().decode())
@@ -39,8 +42,11 @@ def export(checkpoint: Path, file: Path, *, optimizer: bool = False) -> int:
     }
     read_tensors(checkpoint, metadata, Wanted(tensors, {name: name for name in tensors}, {}), Ranks(None))
     aside = file.with_name(f"{file.name}.partial")
-    save(aside, tensors, values if optimizer else {"model": values["model"]})
-    os.replace(aside, file)
+    try:
+        save(aside, tensors, values if optimizer else {"model": values["model"]})
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
     return len(tensors)
 
 

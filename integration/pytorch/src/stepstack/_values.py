@@ -31,7 +31,13 @@ def to_text(values: dict[str, Any]) -> str:
     They may consist of None, bool, int, float, str, list, tuple, dict, Counter, torch.dtype and small tensors of real
     numbers, which come back on the CPU. TypeError or ValueError says, by name, what is something else.
     """
-    return json.dumps({name: _encoded(value, name) for name, value in values.items()}, allow_nan=False, indent=1)
+    encoded = {}
+    for name, value in values.items():
+        try:
+            encoded[name] = _encoded(value, name)
+        except RecursionError:
+            raise ValueError(f"{name} is nested too deeply to be held as JSON, or contains itself") from None
+    return json.dumps(encoded, allow_nan=False, indent=1)
 
 
 def from_text(text: str) -> Any:
@@ -63,7 +69,8 @@ def _encoded(value: Any, name: str) -> Any:
             return {"$tuple": _encoded(list(value), name)}
     raise TypeError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold as JSON: it "
-        "takes None, bool, int, float, str, list, tuple, dict, Counter, torch.dtype and small tensors"
+        "takes None, bool, int, float, str, list, tuple, dict, Counter, torch.dtype and small tensors (.item() makes a "
+        "number of one of numpy's, torch.as_tensor a tensor of its arrays)"
     )
 
 
