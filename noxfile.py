@@ -105,7 +105,6 @@ def isolated(session, name):
 def engines(session, name):
     """Test an integration beside the real engine, in an environment of its own: -- [pytest's arguments]"""
     home = Path(session.virtualenv.location)
-    session.env["TORCH_EXTENSIONS_DIR"] = str(home / "torch_extensions")  # kept, since they take minutes to build
     ours = [*BUILD_TOOLS, "torch", *foreign(test_groups())]
     theirs = dependency_groups(PROJECTS[name], "engine")
     # Without what these declare; of several versions, one after the other in the same environment.
