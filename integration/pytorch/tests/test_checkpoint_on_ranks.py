@@ -243,8 +243,22 @@ def test_ranks_that_give_other_things_than_others_are_told(tmp_path):
         save_checkpoint(tmp_path, model=model, optimizer=optimizer)
         load_checkpoint(tmp_path, model=model, **({"optimizer": optimizer} if rank else {}))
 
-    words = "ranks differ in what they are given: rank 0 has ['model'], rank 1 has ['model', 'optimizer']"
-    assert errors_of(2, load) == words
+    assert errors_of(2, load) == "rank 1 has 'optimizer', which rank 0 has not: give all ranks the same"
+
+
+def test_ranks_with_other_parts_of_a_model_save_apart(tmp_path):
+    def save(rank, together):
+        model = torch.nn.ModuleDict({f"stage {rank}": torch.nn.Linear(4, 4)})
+        run = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        if together:
+            save_checkpoint(tmp_path / "all", **run)
+        stages = [dist.new_group([0]), dist.new_group([1])]
+        save_checkpoint(tmp_path / f"{rank}", **run, process_group=stages[rank], step=rank)
+        return load_checkpoint(tmp_path / f"{rank}", **run, process_group=stages[rank]).step
+
+    assert on_ranks(2, save, False) == [0, 1]
+    words = "rank 1 has 'param_groups.stage 1.bias.amsgrad', which rank 0 has not: ranks with other parts .* save apart"
+    assert re.match(words, errors_of(2, lambda rank: save(rank, True)))
 
 
 def test_in_the_middle_of_accumulation_nothing_is_saved(tmp_path):

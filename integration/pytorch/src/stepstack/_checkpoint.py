@@ -22,6 +22,7 @@ from stepstack._storage import read_metadata, read_tensors, write_tensors
 from stepstack._values import from_text, to_text
 
 _one_at_a_time = threading.Lock()
+_APART = "ranks with other parts of a model save apart, to folders of their own, with process_group="
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -148,7 +149,7 @@ def load_checkpoint(
 
 def _contents(ranks: Ranks, *objects: Any) -> Contents:
     contents = ranks.each(lambda: Contents(*objects))
-    ranks.alike("what they are given", contents.names)
+    ranks.alike(contents.names, "give all ranks the same")
     return contents
 
 
@@ -175,6 +176,8 @@ def _load(ranks: Ranks, dir: str | PathLike[str], step: int | None, *objects: An
 def _collected(ranks: Ranks, contents: Contents, extra: Any) -> tuple[dict[str, dict[str, Tensor]], str]:
     """This rank's tensors, and the text of all ranks' other values."""
     kept = ranks.each(contents.kept)
+    names = [*kept["model"].tensors, *kept["optimizer"].values]
+    ranks.alike([name for name in names if not name.startswith("state.")], _APART)  # which only some have
     tensors = {name: part.tensors for name, part in kept.items()}
     values = {name: dict(part.values) for name, part in kept.items()}
     # An optimizer may hold numbers of a parameter that only the rank knows which steps it.

@@ -1,6 +1,7 @@
 """Doing things on several ranks such that they succeed everywhere, or fail everywhere with the same words."""
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -50,12 +51,16 @@ class Ranks:
         _raise(words, error)
         return cast(T, result)
 
-    def alike(self, what: str, value: object) -> None:
-        """Every rank has the same. CheckpointError on all of them if not: what would come next would never end."""
-        values = self.gather(lambda: value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise CheckpointError(f"ranks differ in {what}: rank 0 has {values[0]}, rank {rank} has {other}")
+    def alike(self, names: Collection[str], advice: str) -> None:
+        """Every rank has the same names. CheckpointError on all of them if not, which ends with advice."""
+        digest = zlib.crc32("\n".join(sorted(names)).encode(errors="surrogatepass"))
+        if len(set(self.gather(lambda: digest))) == 1:  # names are many, and ranks too
+            return
+        first, *others = map(set, self.gather(lambda: names))
+        for rank, other in enumerate(others, 1):
+            for one, two, only in ((rank, 0, other - first), (0, rank, first - other)):
+                if only:
+                    raise CheckpointError(f"rank {one} has {min(only)!r}, which rank {two} has not: {advice}")
 
     def said(self, failed: dict[int, str]) -> str:
         """What ranks said when they failed, in one text."""
