@@ -164,6 +164,8 @@ def test_no_sync_is_not_for_steps_nor_for_gradients_in_shares():
         engine_of(stage=2).no_sync(),
     ):
         pass
+    with engine.no_sync(), pytest.raises(RuntimeError, match="inside of no_sync"), engine.no_sync():
+        pass
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -352,7 +354,7 @@ def test_what_the_engine_lacks_is_looked_up_in_the_module():
     engine, *_ = initialize(model=model)
     assert engine.table is model.table
     assert engine.blocks is model.blocks
-    with pytest.raises(AttributeError, match="nothing_here"):
+    with pytest.raises(AttributeError, match="neither the engine nor its module, of class Net, has 'nothing_here'"):
         _ = engine.nothing_here
     engine.eval()
     assert not model.training

@@ -155,3 +155,34 @@ def test_what_cannot_be_left_out_is_refused(tmp_path):
     scheduled, *_ = initialize(model=net(), config=config(scheduler=SCHEDULE), dist_init_required=False)
     with pytest.raises(CheckpointError, match="saved without a schedule: load_lr_scheduler_states=False"):
         scheduled.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/../../b", "/tmp/a", "latest"])
+def test_a_tag_is_the_name_of_a_folder_inside(tmp_path, tag):
+    engine, *_ = initialize(model=net(), config=config(), dist_init_required=False)
+    with pytest.raises(ValueError, match=r"tag is .*: it must be the name of a folder inside of save_dir"):
+        engine.save_checkpoint(tmp_path, tag=tag)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_latest_is_an_error(tmp_path):
+    engine, *_ = initialize(model=net(), config=config(), dist_init_required=False)
+    (tmp_path / "latest").write_text("\n")
+    with pytest.raises(CheckpointError, match="latest is empty: give a tag"):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_another_kind_of_schedule_is_refused_and_may_begin_anew(tmp_path):
+    engine, *_ = initialize(model=net(), config=config(scheduler=SCHEDULE), dist_init_required=False)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path)
+    other, *_ = initialize(
+        model=net(),
+        config=config(),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+        dist_init_required=False,
+    )
+    with pytest.raises(CheckpointError, match="saved with another kind of schedule: load_lr_scheduler_states=False"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert (other.get_lr(), other.global_steps) == ([pytest.approx(2e-3)], 1)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from stepstack import OptimizerStep, StepResult
 from stepstack_deepspeed import _engine_checkpoint
 from stepstack_deepspeed._config import Config
-from stepstack_deepspeed._fsdp import reshard_
+from stepstack_deepspeed._fsdp import forget_backward_, reshard_
 from stepstack_deepspeed._precision import scaled
 from stepstack_deepspeed._processes import ranks, this_rank
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
@@ -81,14 +81,21 @@ class Engine(nn.Module):
         """Backward of the loss of a micro-batch, divided by the accumulation steps, times the loss scale.
 
         Gives the loss as it was divided; `scale_wrt_gas=False` does not divide. In stages 0 and 1 ranks reduce
-        gradients in the last backward of a step, in 2 and 3 in each of them.
+        gradients in the last backward of a step, in 2 and 3 in each of them. If it raises on all ranks, the gradients
+        are forgotten, those of earlier micro-batches too, and training may go on with the next batch.
         """
         if not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise TypeError(f"loss must be a tensor of one number, got {getattr(loss, 'shape', type(loss))}")
         if scale_wrt_gas and self._config.batch.accumulation > 1:
             loss = loss / self._config.batch.accumulation
-        with self._reducing_or_not():
-            torch.autograd.backward(scaled(loss, self.scaler), retain_graph=retain_graph)
+        try:
+            with self._reducing_or_not():
+                torch.autograd.backward(scaled(loss, self.scaler), retain_graph=retain_graph)
+        except Exception:
+            # Of some parameters there is a gradient now, of others not, and some of them are reduced.
+            forget_backward_(self.module)
+            self.zero_grad()
+            raise
         self._backwards += 1
         return loss
 
@@ -130,6 +137,8 @@ class Engine(nn.Module):
                 f"no_sync() in stage {self._config.sharding.stage}: there each rank keeps its share of the gradients "
                 "only, so each backward reduces them"
             )
+        if self._no_sync:
+            raise RuntimeError("no_sync() inside of no_sync(): leave the inner one out")
         with self._not_reducing():
             self._no_sync = True
             try:
@@ -189,12 +198,17 @@ class Engine(nn.Module):
     ) -> Path:
         """Write everything into `save_dir/tag`, complete or not at all; return the checkpoint's path.
 
-        Every rank calls this, between a step and the next backward, and writes its share. `tag` is `global_step{n}`
-        unless given. `client_state` consists of numbers, text, lists, dicts and the like (see
+        Every rank calls this and writes its share; RuntimeError in the middle of an accumulation. `tag` is
+        `global_step{n}` unless given. `client_state` consists of numbers, text, lists, dicts and the like (see
         `stepstack.save_checkpoint`). `save_latest` writes the tag into `save_dir/latest`, when all is complete.
         """
         if exclude_frozen_parameters:
             raise ValueError("exclude_frozen_parameters is true: a checkpoint has the whole model")
+        if self._backwards:
+            raise RuntimeError(
+                f"save_checkpoint() with the gradients of {self._backwards} backwards, which it would lose: "
+                "save after the step, or call zero_grad()"
+            )
         return _engine_checkpoint.save(self, save_dir, tag, client_state or {}, save_latest)
 
     def load_checkpoint(
@@ -209,7 +223,8 @@ class Engine(nn.Module):
         """Make everything what it was, on any number of ranks and in any stage; return the path and the client state.
 
         Every rank calls this. Without a tag it is the one in `load_dir/latest`; (None, None), and a log message, if
-        there is none. What isn't loaded stays as it is: counts go with all but `load_module_only`.
+        there is none. What isn't loaded stays as it is: counts go with all but `load_module_only`. Gradients are
+        forgotten.
         `stepstack.CheckpointError`, on every rank, for what is incomplete or doesn't fit; then nothing has changed.
         """
         if not load_module_strict:
@@ -257,7 +272,10 @@ class Engine(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            if hasattr(self.module, name):
+                return getattr(self.module, name)
+            kind = type(self.module).__name__
+            raise AttributeError(f"neither the engine nor its module, of class {kind}, has {name!r}") from None
 
     def _step_optimizer(self) -> None:
         if not self._backwards:

@@ -6,11 +6,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 import stepstack
+from stepstack import CheckpointError
 from stepstack_deepspeed._fsdp import reshard_
-from stepstack_deepspeed._processes import this_rank
+from stepstack_deepspeed._processes import on_first
 from stepstack_sharded_states import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -19,12 +18,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("stepstack_deepspeed")
 
 _LATEST = "latest"
+_ASIDE = f"{_LATEST}.new"
 
 
 def save(engine: "Engine", folder: str | PathLike[str], tag: str | None, client_state: Any, save_latest: bool) -> Path:
     """Write `folder/tag/step_N`, and then `folder/latest`. Every rank calls this."""
     folder = Path(folder)
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag = f"global_step{engine.global_steps}" if tag is None else _checked(str(tag))
     path = stepstack.save_checkpoint(
         folder / tag,
         model=engine.module,
@@ -34,12 +34,7 @@ def save(engine: "Engine", folder: str | PathLike[str], tag: str | None, client_
         step=engine.global_steps,
         keep=1,
     )
-    if save_latest and this_rank() == 0:
-        aside = folder / f"{_LATEST}.new"
-        aside.write_text(tag)
-        os.replace(aside, folder / _LATEST)
-    if dist.is_initialized():
-        dist.barrier()
+    on_first(lambda: _point(folder, tag) if save_latest else None)
     return path
 
 
@@ -55,12 +50,9 @@ def load(
     """Make the engine what it was, or the parts of it that are asked for. Every rank calls this."""
     folder = Path(folder)
     if tag is None:
-        latest = folder / _LATEST
-        if not latest.is_file():
-            if this_rank() == 0:
-                log.warning("there is no checkpoint to load: %s does not exist, and no tag was given", latest)
+        tag = on_first(lambda: _latest(folder))
+        if tag is None:
             return None, None
-        tag = latest.read_text().strip()
     schedule = engine.lr_scheduler
     before = {} if schedule is None else schedule.state_dict()
     optimizer_states = optimizer_states and not module_only
@@ -71,12 +63,37 @@ def load(
         scheduler=None if module_only else Progress(engine, scale=optimizer_states, lr_scheduler=lr_scheduler_states),
     )
     reshard_(engine.module)
+    engine.zero_grad()
     if not optimizer_states and isinstance(engine.optimizer, ShardedOptimizer):
         engine.optimizer.refresh_from_model()
     if schedule is not None:  # the rates in the optimizer's groups are those of the checkpoint now
         goes_on = lr_scheduler_states and not module_only
         schedule.load_state_dict(schedule.state_dict() if goes_on else before)
     return loaded.path, loaded.extra
+
+
+def _checked(tag: str) -> str:
+    """ValueError for a tag that leads out of the folder, or to the file that has the latest one."""
+    parts = Path(tag).parts
+    if not parts or Path(tag).is_absolute() or ".." in parts or parts[0] in (_LATEST, _ASIDE):
+        raise ValueError(f"tag is {tag!r}: it must be the name of a folder inside of save_dir, other than {_LATEST!r}")
+    return tag
+
+
+def _point(folder: Path, tag: str) -> None:
+    (folder / _ASIDE).write_text(tag)
+    os.replace(folder / _ASIDE, folder / _LATEST)
+
+
+def _latest(folder: Path) -> str | None:
+    latest = folder / _LATEST
+    if not latest.is_file():
+        log.warning("there is no checkpoint to load: %s does not exist, and no tag was given", latest)
+        return None
+    tag = latest.read_text().strip()
+    if not tag:
+        raise CheckpointError(f"{latest} is empty: give a tag")
+    return tag
 
 
 class Progress:
@@ -102,6 +119,10 @@ class Progress:
         if self._schedule and engine.lr_scheduler is not None:
             if state_dict["lr_scheduler"] is None:
                 raise ValueError("it was saved without a schedule: load_lr_scheduler_states=False starts one anew")
+            if state_dict["lr_scheduler"].keys() != engine.lr_scheduler.state_dict().keys():
+                raise ValueError(
+                    "it was saved with another kind of schedule: load_lr_scheduler_states=False starts anew"
+                )
             engine.lr_scheduler.load_state_dict(state_dict["lr_scheduler"])
         if self._schedule:
             engine.applied_steps.fill_(state_dict["applied_steps"])

@@ -52,6 +52,24 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()
 
 
+def forget_backward_(model: nn.Module) -> None:
+    """Clear away what a backward that raised has left behind: parameters and gradients of all ranks, waiting callbacks.
+
+    RuntimeError if this torch can't: the next backwards would give no gradients.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    reset = getattr(model, "reset_iter_state", None)  # not in every torch that this runs with
+    if reset is None:
+        raise RuntimeError(
+            f"a backward has failed, and after that fully_shard of torch {torch.__version__} gives no gradients any "
+            "more: start anew from a checkpoint, or use torch 2.13"
+        )
+    for param in model.parameters():  # gathered ones too, whose gradients would be added to the next
+        param.grad = None
+    reset()
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that are gathered as a unit, beside the model with what is left: the members of its module lists.
 

@@ -1,11 +1,17 @@
 """Which device this process has, and how it finds the others."""
 
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+
+from stepstack import CheckpointError
+
+T = TypeVar("T")
 
 
 def join(*, required: bool | None) -> torch.device:
@@ -37,6 +43,26 @@ def ranks() -> int:
 def this_rank() -> int:
     """The number of this process among them."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Do it on the first rank, and give all ranks what it gave; what it raises, a CheckpointError, all raise.
+
+    Every rank calls this, since a rank that fails alone lets the others wait.
+    """
+    if ranks() == 1:
+        return work()
+    outcome: list[Any] = [None]
+    if this_rank() == 0:
+        try:
+            outcome = [(work(), None)]
+        except (OSError, CheckpointError) as error:
+            outcome = [(None, f"rank 0: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(outcome, src=0)
+    (given, failure), *_ = outcome
+    if failure is not None:
+        raise CheckpointError(failure)
+    return cast(T, given)
 
 
 def broadcast_(tensor: Tensor) -> None:
