@@ -1,6 +1,8 @@
 """Gathering under the next forward: whoever reads a parameter finds it whole."""
 
+import copy
 import gc
+import pickle
 
 import torch
 from torch import nn
@@ -83,3 +85,17 @@ def test_an_optimizer_that_goes_leaves_its_model_whole():
 
     first, second = on_ranks(2, check)
     assert torch.equal(first, second)
+
+
+def test_a_model_is_copied_without_what_its_modules_wait_for():
+    def check(rank):
+        model, optimizer = half_done()
+        optimizer.synchronize()
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        model(torch.ones(64)).sum().backward()
+        optimizer.step()
+        for copied in copies:
+            copied(torch.ones(64))
+        return len(optimizer._gather._pending)
+
+    assert on_ranks(2, check) == [2, 2]

@@ -57,7 +57,7 @@ class Gather:
                     part.register_state_dict_pre_hook,
                     part.register_load_state_dict_pre_hook,
                 ):
-                    handle: Any = register(_waiting_for(ours, needed))
+                    handle: Any = register(_Waiting(ours, needed))
                     weakref.finalize(self, handle.remove)
         self._lazy.update(buckets)
 
@@ -78,11 +78,17 @@ def _wait_for_all(pending: dict[Bucket, Pending]) -> None:
         under_way.wait()
 
 
-def _waiting_for(gather: "weakref.ref[Gather]", buckets: list[Bucket]) -> Callable[..., None]:
-    def wait(*_: Any, **__: Any) -> None:
-        alive = gather()
+class _Waiting:
+    """A hook of a module. In a copy of the module, or a pickle, it has nothing to wait for."""
+
+    def __init__(self, gather: Callable[[], Gather | None], buckets: list[Bucket]) -> None:
+        self._gather, self._buckets = gather, buckets
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        alive = self._gather()
         if alive is not None:
-            for bucket in buckets:
+            for bucket in self._buckets:
                 alive._wait(bucket)
 
-    return wait
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Waiting, (type(None), [])  # which, when called, is None, as a reference to what has gone
