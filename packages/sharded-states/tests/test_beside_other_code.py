@@ -231,6 +231,7 @@ def test_a_compiled_model_gives_the_same():
         optimizer.synchronize()
         return values(model)
 
-    for ours, theirs in on_ranks(2, lambda rank: (train(rank, True), train(rank, False))):
+    # The first compilation in a process loads the compiler.
+    for ours, theirs in on_ranks(2, lambda rank: (train(rank, True), train(rank, False)), timeout=60):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
