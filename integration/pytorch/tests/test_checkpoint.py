@@ -131,6 +131,17 @@ def test_options_of_groups_go_by_the_parameters_names(tmp_path, trained):
         load_checkpoint(tmp_path, model=model_again, optimizer=torch.optim.AdamW(model_again.parameters()))
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_how_weights_decay_stays_as_it_was_constructed(tmp_path, trained, optimizer_class):
+    model, optimizer = trained
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    model_again, again = make(optimizer_class, weight_decay=0.5)
+    load_checkpoint(tmp_path, model=model_again, optimizer=again)
+    assert [group["weight_decay"] for group in again.param_groups] == [0.1, 0.01]
+    decoupled = optimizer_class is torch.optim.AdamW
+    assert [group["decoupled_weight_decay"] for group in again.param_groups] == [decoupled] * 2
+
+
 def test_scaler_schedule_and_extra_are_carried_along(tmp_path, trained):
     model, optimizer = trained
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

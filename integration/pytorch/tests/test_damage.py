@@ -189,3 +189,26 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, options, s
     with pytest.raises(CheckpointError, match=said):
         save_checkpoint(**{"dir": tmp_path / "run", "model": model, "optimizer": optimizer, **options})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        (torch.eye(3).to_sparse(), "sparse or quantized: a checkpoint takes dense tensors"),
+        (torch.ones(1).expand(3), "expanded, many elements in one place: make it a tensor of its own"),
+        (torch.empty(3, device="meta"), "on the meta device: give the model memory first"),
+    ],
+    ids=["sparse", "expanded", "meta"],
+)
+def test_a_tensor_that_is_not_there_as_a_whole_is_named_and_nothing_is_read(tmp_path, buffer, said):
+    model, optimizer = make()
+    model.register_buffer("cache", torch.ones(3))
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    model.cache = buffer
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight += 1
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(CheckpointError, match=f"'cache' of the model is {said}"):
+            call(tmp_path, model=model, optimizer=optimizer)
+    assert torch.equal(model[0].weight, before + 1)

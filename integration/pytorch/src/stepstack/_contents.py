@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from stepstack._states import MASTER, Kept, ModelPart, OptimizerPart, Part, ShardedOptimizerPart, names_of, owners
+from stepstack._names import names_of, owners
+from stepstack._states import MASTER, Kept, ModelPart, OptimizerPart, Part, ShardedOptimizerPart
 from stepstack._step import OptimizerStep
 from stepstack._storage import Wanted, entries_of
 from stepstack_sharded_states import ShardedOptimizer

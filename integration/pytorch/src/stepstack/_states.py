@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from stepstack._names import compare_names, owners, split, unwrapped
 from stepstack._storage import Entry
 from stepstack._values import to_text
 from stepstack_fused_adam import FusedAdamW
@@ -23,8 +23,8 @@ from stepstack_sharded_states import ShardedOptimizer
 
 MASTER = "master_weight"  # in place of which, where an optimizer had none, the weight of the model is offered
 GROUPS = "groups"  # the names of the parameters of each
-HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # which is the reader's affair
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
+# How a step runs, and what kind of optimizer makes it: the reader's affair.
+READERS_OWN = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 
 
 class Kept(NamedTuple):
@@ -64,6 +64,8 @@ class ModelPart:
         state = get_model_state_dict(self._model)
         self._tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self._values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        for name, tensor in self._tensors.items():
+            check_dense(f"{name!r} of the model", tensor)
 
     def kept(self) -> Kept:
         return Kept(self._tensors, self._values)
@@ -122,11 +124,11 @@ class OptimizerPart:
         compare_names("optimizer", {*self._params}, owners("param_groups", values))
         compare_names("optimizer's states", {*self._params}, owners("state", [*entries, *values]), missing=False)
         options_of(self._groups(), values)
-        split = {key: _split("state", key) for key in entries}
-        trained = {name for name, state in split.values() if state != MASTER}
+        parts = {key: split("state", key) for key in entries}
+        trained = {name for name, state in parts.values() if state != MASTER}
         return {
             key: self._like(name, state, entries[key])
-            for key, (name, state) in split.items()
+            for key, (name, state) in parts.items()
             if state != MASTER or (name in trained and self._may_have_master(name))
         }
 
@@ -135,7 +137,7 @@ class OptimizerPart:
         states: dict[int, dict[str, Any]] = {}
         for key, value in {**values, **read}.items():
             if key.startswith("state."):
-                name, state = _split("state", key)
+                name, state = split("state", key)
                 states.setdefault(number_of[name], {})[state] = value
         names = self._groups()
         groups = [
@@ -220,7 +222,7 @@ def options_by_name(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key.startswith("param_groups."):
-            name, option = _split("param_groups", key)
+            name, option = split("param_groups", key)
             options.setdefault(name, {})[option] = value
     return options
 
@@ -228,7 +230,7 @@ def options_by_name(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def options_of(groups: Iterable[list[str]], values: dict[str, Any]) -> list[dict[str, Any]]:
     """What a checkpoint says of groups of parameters. ValueError where parameters of one group differ in that."""
     options = {
-        name: {option: value for option, value in options.items() if option not in HOW_TO_RUN}
+        name: {option: value for option, value in options.items() if option not in READERS_OWN}
         for name, options in options_by_name(values).items()
     }
     found = []
@@ -244,38 +246,14 @@ def options_of(groups: Iterable[list[str]], values: dict[str, Any]) -> list[dict
     return found
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """What is inside of torch.compile and DistributedDataParallel."""
-    while inner := (model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")):
-        model = inner
-    return model
-
-
-def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The name of each parameter, without those of wrappers."""
-    return {param: without_wrappers(name) for name, param in unwrapped(model).named_parameters()}
-
-
-def without_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def owners(kind: str, keys: Iterable[str]) -> set[str]:
-    """The parameters that keys such as `state.weight.step` are of."""
-    return {_split(kind, key)[0] for key in keys if key.startswith(f"{kind}.")}
-
-
-def compare_names(what: str, here: set[str], there: set[str], *, missing: bool = True) -> None:
-    """ValueError where the checkpoint has something too many, or too few."""
-    differences = []
-    if missing and here - there:
-        differences.append(f"the {what} has {_listed(here - there)}, which the checkpoint lacks")
-    if there - here:
-        differences.append(f"the checkpoint has {_listed(there - here)}, which the {what} lacks")
-    if differences:
-        raise ValueError("; ".join(differences))
+def check_dense(what: str, tensor: Tensor) -> None:
+    """TypeError or ValueError where there are not as many numbers in memory as the tensor has elements."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{what} is sparse or quantized: a checkpoint takes dense tensors")
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device: give the model memory first (to_empty)")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{what} is expanded, many elements in one place: make it a tensor of its own (clone)")
 
 
 def check_fits(what: str, tensor: Tensor, entry: Entry) -> None:
@@ -283,14 +261,3 @@ def check_fits(what: str, tensor: Tensor, entry: Entry) -> None:
         raise ValueError(f"{what} has shape {tuple(tensor.shape)}, in the checkpoint {tuple(entry.shape)}")
     if tensor.dtype != entry.dtype and not (tensor.is_floating_point() and entry.dtype.is_floating_point):
         raise ValueError(f"{what} is of {tensor.dtype}, in the checkpoint of {entry.dtype}")
-
-
-def _split(kind: str, key: str) -> tuple[str, str]:
-    """`state.blocks.0.weight.step` is `step` of `blocks.0.weight`."""
-    name, _, last = key.removeprefix(f"{kind}.").rpartition(".")
-    return name, last
-
-
-def _listed(names: set[str], most: int = 5) -> str:
-    listed = ", ".join(map(repr, sorted(names)[:most]))
-    return listed + f" and {len(names) - most} more" * (len(names) > most)

@@ -9,7 +9,7 @@ import torch
 from stepstack import _folder
 from stepstack._contents import within
 from stepstack._ranks import Ranks
-from stepstack._states import HOW_TO_RUN, options_by_name
+from stepstack._states import READERS_OWN, options_by_name
 from stepstack._storage import Entry, Wanted, entries_of, read_metadata, read_tensors
 from stepstack._values import from_text
 
@@ -60,7 +60,7 @@ class Summary:
     def options(self) -> str:
         """The options of the parameters, those that many share once, and what else has been saved."""
         counted = Counter(
-            ", ".join(f"{option} {_value(value)}" for option, value in options.items() if option not in HOW_TO_RUN)
+            ", ".join(f"{option} {_value(value)}" for option, value in options.items() if option not in READERS_OWN)
             for options in options_by_name(self._values["optimizer"]).values()
         )
         lines = [f"{count} parameters: {options}" for options, count in counted.items()]
