@@ -1,6 +1,7 @@
 """Loops that don't go straight from backward to step: what they come to is what they come to in torch."""
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -46,16 +47,19 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def assert_as_in_torch(detour, **options):
-    def run(rank):
+def assert_as_in_torch(detour):
+    """In each of the ways."""
+
+    def run(rank, **options):
         loop = Loop(rank, **options)
         detour(loop)
         return [p.detach().clone() for p in loop.params]
 
     expected = run(None)
-    for result in on_ranks(2, run):
-        for ours, theirs in zip(result, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    for results in on_ranks(2, lambda rank: {way: run(rank, **options) for way, options in WAYS.items()}):
+        for way, result in results.items():
+            for ours, theirs in zip(result, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}")
 
 
 def steps_that_have_no_gradients(loop):
@@ -161,17 +165,15 @@ DETOURS = (
 )
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_detours_end_where_torch_s_do(options):
+def test_detours_end_where_torch_s_do():
     def all_of_them(loop):
         for detour in DETOURS:
             detour(loop)
 
-    assert_as_in_torch(all_of_them, **options)
+    assert_as_in_torch(all_of_them)
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_a_large_group_may_be_added_between_backward_and_step(options):
+def test_a_large_group_may_be_added_between_backward_and_step():
     def detour(loop):
         torch.manual_seed(1)
         wide = nn.Linear(7, 50)
@@ -189,21 +191,22 @@ def test_a_large_group_may_be_added_between_backward_and_step(options):
             loop.optimizer = torch.optim.AdamW(loop.model.named_parameters(), lr=0.1, fused=True)
         detour(loop)
 
-    assert_as_in_torch(named, **options)
+    assert_as_in_torch(named)
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_going_on_after_a_failed_backward_as_if_nothing_had_happened_is_refused(options):
-    def check(rank, go_on):
-        loop = Loop(rank, **options)
-        x = Fails.apply(loop.model[:2](torch.ones(7)))
-        with pytest.raises(ArithmeticError):
-            loop.model[2:](x).sum().backward()
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: the last backward ended in an exception.*zero_grad"):
-            go_on(loop)
+def test_going_on_after_a_failed_backward_as_if_nothing_had_happened_is_refused():
+    def check(rank):
+        for options, go_on in product(
+            WAYS.values(), (lambda loop: loop.backward(0), lambda loop: loop.optimizer.step())
+        ):
+            loop = Loop(rank, **options)
+            x = Fails.apply(loop.model[:2](torch.ones(7)))
+            with pytest.raises(ArithmeticError):
+                loop.model[2:](x).sum().backward()
+            with pytest.raises(RuntimeError, match=rf"rank {rank}: the last backward ended in an exception.*zero_grad"):
+                go_on(loop)
 
-    on_ranks(2, check, lambda loop: loop.backward(0))
-    on_ranks(2, check, lambda loop: loop.optimizer.step())
+    on_ranks(2, check)
 
 
 def test_a_rank_with_fewer_batches_ends_in_an_error_on_the_others():

@@ -7,6 +7,7 @@ the last of some micro-batches only.
 """
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -101,17 +102,17 @@ def accelerate(training, syncing, scaler):
     assert len(stepped) == STEPS
 
 
-@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "not scaled"])
 @pytest.mark.parametrize("loop", [lightning, accelerate])
-def test_a_trainer_s_loop_ends_where_it_ends_with_torch_s_optimizer(loop, scaled):
-    def run(rank, sync_always=False):
+def test_a_trainer_s_loop_ends_where_it_ends_with_torch_s_optimizer(loop):
+    def run(rank, scaled, sync_always=False):
         training = Training(rank)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
         loop(training, nullcontext if sync_always else training.no_sync, scaler)
         return [p.detach().clone() for p in training.model.parameters()]
 
-    expected = run(None)
-    for ways in on_ranks(2, lambda rank: (run(rank), run(rank, sync_always=True))):
-        for result in ways:
-            for ours, theirs in zip(result, expected, strict=True):
+    ways = [*product((True, False), (True, False))]
+    expected = {scaled: run(None, scaled) for scaled in (True, False)}
+    for results in on_ranks(2, lambda rank: [run(rank, *way) for way in ways]):
+        for (scaled, _), result in zip(ways, results, strict=True):
+            for ours, theirs in zip(result, expected[scaled], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
