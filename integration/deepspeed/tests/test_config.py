@@ -73,12 +73,13 @@ def test_a_file_is_read_as_the_dict_in_it(tmp_path):
     [
         ('{"train_batch_size": 2, // two\n}', "is not JSON .comments are none"),
         ("[1]", "must hold an object"),
+        (b"\xff\xfe", "is not JSON"),
         ('{"fp16": {"enabled": true, "enabled": false}}', "has a key twice in one object: enabled"),
     ],
 )
 def test_a_file_that_holds_no_config_is_an_error(tmp_path, text, words):
     path = tmp_path / "config.json"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=words):
         read_config(path, 1)
 
@@ -86,6 +87,12 @@ def test_a_file_that_holds_no_config_is_an_error(tmp_path, text, words):
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"path of a JSON file; there is no file '.*none\.json'"):
         read_config(tmp_path / "none.json", 1)
+
+
+def test_a_config_is_a_dict_or_a_path():
+    for given in (None, 3, [config()]):
+        with pytest.raises(TypeError, match="config must be a dict or the path of a JSON file, got"):
+            read_config(given, 1)
 
 
 def test_absent_clipping_is_1_and_logged(caplog):
@@ -150,7 +157,7 @@ def test_auto_stays_where_it_is_a_value():
         ({"fp16": True}, "fp16 must be an object with keys and values, got True"),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale must be 0 or more, got -1"),
         ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window must be a whole number, 1 or more, got 0"),
-        ({"fp16": {"min_loss_scale": 2.0**20}}, "a loss scale of 65536, below fp16.min_loss_scale"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 2.0**20}}, "a loss scale of 65536, below fp16.min_loss_scale"),
         ({"fp16": {"auto_cast": True}}, "fp16.auto_cast is True: the engine casts no inputs"),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "master weights are fp32 here"),
         ({"data_types": {"grad_accum_dtype": "fp64"}}, "data_types.grad_accum_dtype must be one of 'fp32'.*got 'fp64'"),
@@ -186,6 +193,22 @@ def test_auto_stays_where_it_is_a_value():
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "optimizer.params.betas must be two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, 'clipping is "gradient_clipping"'),
         ({"optimizer": {"type": "Adam", "params": {"lrr": 1}}}, "'optimizer.params.lrr' .did you mean 'lr'"),
+        ({"optimizer": {"type": "Optimizer"}}, "must be Adam, AdamW or one of torch.optim"),
+        ({"optimizer": {"type": 3}}, "optimizer.type must be a name, got 3"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type is missing"),
+        ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler.type is missing"),
+        ({"scheduler": {"type": ["WarmupLR"]}}, "scheduler.type must be a name, got .'WarmupLR'."),
+        ({"scheduler": {"type": "LRScheduler"}}, "or of torch.optim.lr_scheduler, spelled as there"),
+        ({"scheduler": {"type": "StepLR", "params": {"step": 3}}}, "scheduler.params.step: .* it has step_size, gamma"),
+        ({"scheduler": {"type": "LambdaLR"}}, "scheduler.params.lr_lambda is missing: .*LambdaLR needs it"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": float("nan")}}},
+            "must be a number, .* got nan",
+        ),
+        ({3: 4}, "keys of the config must be text, got 3"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16 is .*: it is the old name of bf16"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "initial_scale_power 2000 .* is too large for fp32"),
+        ({"fp16": {"enabled": True, "loss_scale": 1e39}}, r"fp16.loss_scale 1e\+39 is too large for fp32"),
         ({"scheduler": {"type": "OneCycle"}}, "there are WarmupLR, WarmupDecayLR, WarmupCosineLR, and torch's"),
         ({"scheduler": {"type": "Warmup"}}, "must be one of WarmupLR, .* or of torch.optim.lr_scheduler"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps is missing"),
@@ -196,7 +219,7 @@ def test_auto_stays_where_it_is_a_value():
         ({"sequence_parallel_size": 2}, "sequence_parallel_size is 2: all ranks see other samples"),
         ({"amp": {"enabled": True}}, "amp is .*: DeepSpeed has removed it"),
     ],
-    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+    ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value)),
 )
 def test_what_cannot_be_had_is_refused_by_name_with_the_reason(values, words):
     with pytest.raises(ValueError, match=words):
@@ -214,6 +237,7 @@ def test_what_cannot_be_had_is_refused_by_name_with_the_reason(values, words):
             "data_efficiency": {"enabled": False, "seed": 1},
             "sequence_parallel_size": 1,
         },
+        {"fp16": {"enabled": False, "min_loss_scale": 1e9}},
         {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
         {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}},
     ],

@@ -291,6 +291,7 @@ def test_a_scheduler_of_the_callers_optimizer_goes_on_with_the_engines():
         ({"optimizer": lambda params: 3}, TypeError, "must make a torch.optim.Optimizer; it made 3"),
         ({"optimizer": FusedAdamW(Net().parameters())}, ValueError, r"shape \(29, 31\) to be trained is not one of"),
         ({"model_parameters": []}, ValueError, "model_parameters is empty"),
+        ({"model": Net().requires_grad_(False)}, ValueError, "nothing to train: no parameter of the model requires"),
         ({"model_parameters": [{"lr": 1}]}, TypeError, "a parameter group must be a dict with 'params'"),
         ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
         ({"mpu": object()}, ValueError, "mpu is given: all ranks hold the same model"),
@@ -308,6 +309,14 @@ def test_an_optimizer_that_has_stepped_is_refused():
     model(*batch(0, 0)).backward()
     optimizer.step()
     with pytest.raises(ValueError, match="the optimizer has made steps"):
+        initialize(model=model, optimizer=optimizer)
+
+
+def test_an_optimizer_is_of_one_engine():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    initialize(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="another engine has taken them over"):
         initialize(model=model, optimizer=optimizer)
 
 

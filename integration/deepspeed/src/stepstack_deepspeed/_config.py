@@ -157,12 +157,14 @@ def _look_at_the_rest(section: Section) -> None:
 def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
+    if not isinstance(config, str | os.PathLike):
+        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
     path = Path(config)
     if not path.is_file():
         raise FileNotFoundError(f"config must be a dict or the path of a JSON file; there is no file {str(path)!r}")
     try:
-        loaded = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
+        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON (comments are none): {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold an object with keys and values, not {loaded!r}")

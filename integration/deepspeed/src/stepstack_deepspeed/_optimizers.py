@@ -2,14 +2,14 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from stepstack_deepspeed._section import Section
+from stepstack_deepspeed._section import Section, check_arguments
 from stepstack_fused_adam import FusedAdam
 
 _ELSEWHERE = {
@@ -43,14 +43,13 @@ class Inner:
         """What the config names, if it names one. ValueError for what there isn't here."""
         optimizer = config.section("optimizer")
         optimizer.without_effect("legacy_fusion")
-        name = optimizer.value("type", None)
+        name = optimizer.name_of_type()
         params = optimizer.section("params")
         if name is None:
             return None
         params.refuse("max_grad_norm", 'clipping is "gradient_clipping" of the whole config', unless=(0, 0.0))
-        if not isinstance(name, str) or name.lower() in _ELSEWHERE:
-            reason = _ELSEWHERE.get(str(name).lower(), "it must be a name")
-            raise ValueError(f"optimizer.type is {name!r}, which can't be had here: {reason}")
+        if name.lower() in _ELSEWHERE:
+            raise ValueError(f"optimizer.type is {name!r}, which can't be had here: {_ELSEWHERE[name.lower()]}")
         if name.lower() in ("adam", "adamw"):
             return _adam(name.lower(), params)
         return _of_torch(name, params, steps_dtensors)
@@ -72,6 +71,8 @@ def of_caller(optimizer: Any, params: list[Any]) -> Optimizer:
             "the optimizer has made steps: its states are of whole parameters. Give a new one, and load a checkpoint "
             "of the engine"
         )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError("the optimizer has no parameters: another engine has taken them over. Make a new one")
     return optimizer
 
 
@@ -105,7 +106,8 @@ def _adam(name: str, params: Section) -> Inner:
     wide = params.flag("fp32_optimizer_states", True)
     options = _numbers(params)
     if adams:
-        options = _accepted(torch.optim.AdamW, options | params.rest(), params)
+        options |= params.rest()
+        check_arguments(torch.optim.AdamW, options, params, module="torch.optim")
         return _with_flag(torch.optim.AdamW if decoupled else torch.optim.Adam, options)
     options["adam_w_mode"] = decoupled
     options["bias_correction"] = params.flag("bias_correction", True)
@@ -118,9 +120,13 @@ def _adam(name: str, params: Section) -> Inner:
 
 def _of_torch(name: str, params: Section, steps_dtensors: bool) -> Inner:
     optimizer_class = getattr(torch.optim, name, None)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    if (
+        not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer))
+        or optimizer_class is Optimizer
+    ):
         raise ValueError(f"optimizer.type is {name!r}: it must be Adam, AdamW or one of torch.optim, spelled as there")
-    options = _accepted(optimizer_class, _numbers(params) | params.rest(), params)
+    options = _numbers(params) | params.rest()
+    check_arguments(optimizer_class, options, params, module="torch.optim")
     if steps_dtensors:
         check_steps_dtensors(optimizer_class, options.get("fused"))
         return Inner(optimizer_class, options)
@@ -141,17 +147,6 @@ def _numbers(params: Section) -> dict[str, Any]:
             raise ValueError(f"{params.name('betas')} must be two numbers from 0 to below 1, got {betas!r}")
         given["betas"] = tuple(betas)
     return given
-
-
-def _accepted(optimizer_class: Callable[..., Any], options: dict[str, Any], params: Section) -> dict[str, Any]:
-    known = inspect.signature(optimizer_class).parameters
-    for key in options:
-        if key not in known or key == "params":
-            raise ValueError(
-                f"{params.name(key)}: torch.optim.{optimizer_class.__name__} has no such argument; it has "
-                f"{', '.join(name for name in known if name != 'params')}"
-            )
-    return options
 
 
 def _with_flag(optimizer_class: type[Optimizer], options: dict[str, Any]) -> Inner:

@@ -15,6 +15,8 @@ def groups_of(model: nn.Module, params: Iterable[Any] | None) -> Groups:
     """What `model_parameters` says, checked; None is all that the model trains."""
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]
+        if not params:
+            raise ValueError("there is nothing to train: no parameter of the model requires a gradient")
     items = [params] if isinstance(params, Tensor) else list(params)
     if not items:
         raise ValueError("model_parameters is empty (a generator that was used up before?)")

@@ -1,5 +1,6 @@
 """In which precision a model runs: what `fp16`, `bf16` and `data_types` of a config say."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ _DTYPES = {
     }.items()
     for name in names
 }
+_LARGEST_POWER = 127
 _MASTERS = "master weights are fp32 here, cut into shares; leave it out"
 
 
@@ -32,7 +34,7 @@ class LossScale:
     smallest: float
 
     @classmethod
-    def read(cls, fp16: Section) -> "LossScale":
+    def read(cls, fp16: Section, *, enabled: bool) -> "LossScale":
         power = fp16.whole("initial_scale_power", 16, at_least=0)
         window = fp16.whole("loss_scale_window", 1000)
         hysteresis = fp16.whole("hysteresis", 2)
@@ -48,7 +50,11 @@ class LossScale:
             consecutive_hysteresis=fp16.flag("consecutive_hysteresis"),
             smallest=smallest,
         )
-        if not rule.fixed and 2.0**power < smallest:
+        if enabled and max(power, math.log2(rule.fixed or 1)) > _LARGEST_POWER:
+            raise ValueError(
+                f"fp16.initial_scale_power {power} or fp16.loss_scale {rule.fixed:g} is too large for fp32"
+            )
+        if enabled and not rule.fixed and 2.0**power < smallest:
             raise ValueError(
                 f"fp16.initial_scale_power is {power}, a loss scale of {2**power}, below fp16.min_loss_scale {smallest}"
             )
@@ -82,9 +88,11 @@ class Precision:
     def read(cls, config: Section) -> "Precision":
         fp16 = config.section("fp16")
         half = fp16.flag("enabled")
-        loss_scale = LossScale.read(fp16)
+        loss_scale = LossScale.read(fp16, enabled=half)
         fp16.refuse("auto_cast", "the engine casts no inputs; let the model do it, or the loop")
         fp16.refuse("fp16_master_weights_and_grads", _MASTERS)
+        if "bf16" in config:
+            config.refuse("bfloat16", "it is the old name of bf16, which is there too", unless=())
         bf16 = config.section("bfloat16" if "bfloat16" in config and "bf16" not in config else "bf16")
         brain = bf16.flag("enabled")
         bf16.refuse("bf16_master_weights_and_grads", _MASTERS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from stepstack_deepspeed._section import Section
+from stepstack_deepspeed._section import Section, check_arguments
 from stepstack_grad_scaler import AppliedStepsLR, GradScaler
 
 Factor = Callable[[Tensor], Tensor]
@@ -128,7 +128,7 @@ class SteppedScheduler:
 def of_config(config: Section) -> "Callable[[Optimizer], Warmup | LRScheduler] | None":
     """What makes the schedule that the config names, for an optimizer; None if it names none."""
     scheduler = config.section("scheduler")
-    name = scheduler.value("type", None)
+    name = scheduler.name_of_type()
     params = scheduler.section("params")
     if name is None:
         return None
@@ -138,13 +138,18 @@ def of_config(config: Section) -> "Callable[[Optimizer], Warmup | LRScheduler] |
         raise ValueError(
             f"scheduler.type is {name!r}: there are {', '.join(_WARMUPS)}, and torch's, such as OneCycleLR"
         )
-    scheduler_class = getattr(torch.optim.lr_scheduler, str(name), None)
-    if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, LRScheduler)):
+    scheduler_class = getattr(torch.optim.lr_scheduler, name, None)
+    if (
+        not (isinstance(scheduler_class, type) and issubclass(scheduler_class, LRScheduler))
+        or scheduler_class is LRScheduler
+    ):
         raise ValueError(
             f"scheduler.type is {name!r}: it must be one of {', '.join(_WARMUPS)}, or of torch.optim.lr_scheduler, "
             "spelled as there"
         )
-    return partial(_of_torch, scheduler_class, params.rest())
+    options = params.rest()
+    check_arguments(scheduler_class, options, params, module="torch.optim.lr_scheduler")
+    return partial(_of_torch, scheduler_class, options)
 
 
 def of_caller(lr_scheduler: Any, optimizer: Optimizer, given: Optimizer | None) -> LRScheduler:
@@ -234,7 +239,7 @@ def _read_rates(params: Section, key: str, default: float | None) -> list[float]
     """A rate, or one for each parameter group; None for those of the optimizer."""
     value = params.value(key, default)
     rates = value if isinstance(value, list | tuple) else [value]
-    if value is not None and not all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in rates):
+    if value is not None and not all(map(_is_number, rates)):
         raise ValueError(f"{params.name(key)} must be a number, or a list with one for each group, got {value!r}")
     return list(value) if isinstance(value, tuple) else value
 
@@ -255,6 +260,10 @@ def _for_groups(rates: list[float] | float | None, optimizer: Optimizer, name: s
     if len(rates) != groups:
         raise ValueError(f"{name} has {len(rates)} rates, for {groups} parameter groups")
     return rates
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _rates_of(optimizer: Optimizer) -> list[float]:

@@ -1,8 +1,9 @@
 """Objects of a JSON config that know what was read of them, so that nothing in a config goes unnoticed."""
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -16,6 +17,9 @@ class Section:
     def __init__(self, values: Any, path: str = "") -> None:
         if not isinstance(values, Mapping):
             raise ValueError(f"{path or 'the config'} must be an object with keys and values, got {values!r}")
+        names = [key for key in values if not isinstance(key, str)]
+        if names:
+            raise ValueError(f"keys of {path or 'the config'} must be text, got {', '.join(map(repr, names))}")
         self._values, self._path = dict(values), path
         self._known: set[str] = set()
         self._sections: list[Section] = []
@@ -51,6 +55,15 @@ class Section:
         if not at_least <= value <= at_most:
             raise ValueError(f"{self.name(key)} must be {_range(at_least, at_most)}, got {value!r}")
         return value
+
+    def name_of_type(self) -> str | None:
+        """What `type` says, of an object with a `type` and its `params`; None if nothing is asked for."""
+        name = self.value("type", None)
+        if name is None and self._values.get("params"):
+            raise ValueError(f"{self.name('type')} is missing: the name that {self.name('params')} are for")
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"{self.name('type')} must be a name, got {name!r}")
+        return name
 
     def whole(self, key: str, default: int | None, *, at_least: int = 1) -> int | None:
         """A whole number, which may be written as 5e8; None where there is none and no default."""
@@ -118,6 +131,20 @@ class Section:
         yield from map(self.name, self._idle)
         for section in self._sections:
             yield from section._without_effect()
+
+
+def check_arguments(callee: Callable[..., Any], options: Mapping[str, Any], params: Section, *, module: str) -> None:
+    """ValueError, by the keys of `params`, where a class can't be made of something and these options."""
+    _, *known = inspect.signature(callee).parameters.values()
+    names = [parameter.name for parameter in known]
+    for key in options:
+        if key not in names:
+            raise ValueError(
+                f"{params.name(key)}: {module}.{callee.__name__} has no such argument; it has {', '.join(names)}"
+            )
+    for parameter in known:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise ValueError(f"{params.name(parameter.name)} is missing: {module}.{callee.__name__} needs it")
 
 
 def _one_of(value: Any, values: Sequence[Any]) -> bool:
