@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stepstack import CheckpointError, OptimizerStep, _folder, load_checkpoint, save_checkpoint
+from stepstack_fused_adam import FusedAdamW
 
 FILES = [".metadata", "__0_0.distcp", "values.json", "checkpoint.json"]
 
@@ -145,6 +146,34 @@ def test_numbers_of_another_kind_are_named(refused):
     model, _ = make()
     model[0].weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.int32), requires_grad=False)
     refused(r"'0\.weight' of the model is of torch\.int32, in the checkpoint of torch\.float32", model, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "missing"),
+    [
+        (torch.optim.SGD, "momentum_buffer"),
+        (torch.optim.Adagrad, "sum"),
+        (torch.optim.RMSprop, "square_avg"),
+        (torch.optim.Adafactor, "col_var"),
+        (torch.optim.NAdam, "mu_product"),
+    ],
+)
+def test_states_of_another_kind_of_optimizer_are_refused(refused, tmp_path, optimizer_class, missing):
+    options = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+    model, _ = make()
+    optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
+    refused(rf"exp_avg_sq, step of '0\.weight', but no {missing}: it was written by another kind", model, optimizer)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "other", model=model, optimizer=optimizer)
+    if optimizer_class is torch.optim.NAdam:  # has all that AdamW needs
+        return
+    for reader in (torch.optim.AdamW, FusedAdamW):
+        model, _ = make()
+        before = model[0].weight.detach().clone()
+        with pytest.raises(CheckpointError, match="but no exp_avg: it was written by another kind"):
+            load_checkpoint(tmp_path / "other", model=model, optimizer=reader(model.parameters()))
+        assert torch.equal(model[0].weight, before)
 
 
 def test_what_was_not_saved_is_not_loaded(refused):

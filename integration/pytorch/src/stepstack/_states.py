@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from stepstack._foresight import first_states
 from stepstack._names import compare_names, owners, split, unwrapped
 from stepstack._storage import Entry
 from stepstack._values import to_text
@@ -123,7 +124,7 @@ class OptimizerPart:
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
         compare_names("optimizer", {*self._params}, owners("param_groups", values))
         compare_names("optimizer's states", {*self._params}, owners("state", [*entries, *values]), missing=False)
-        options_of(self._groups(), values)
+        self._check_kind([*entries, *values], options_of(self._groups(), values))
         parts = {key: split("state", key) for key in entries}
         trained = {name for name, state in parts.values() if state != MASTER}
         return {
@@ -147,6 +148,33 @@ class OptimizerPart:
             )
         ]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def _check_kind(self, keys: list[str], options: list[dict[str, Any]]) -> None:
+        """ValueError where a parameter has been stepped by an optimizer that keeps other states."""
+        saved: dict[str, set[str]] = {}
+        for name, state in (split("state", key) for key in keys if key.startswith("state.")):
+            saved.setdefault(name, set()).add(state)
+        for group, loaded in zip(self._optimizer.param_groups, options, strict=True):
+            needed: dict[tuple[int, torch.dtype], set[str]] = {}
+            for param in group["params"]:
+                name, kind = self._names[param], (param.ndim, param.dtype)
+                there = saved.get(name, set()) - {MASTER}
+                if there and kind not in needed:
+                    needed[kind] = self._needed(group, loaded, param)
+                if there and (missing := sorted(needed[kind] - there)):
+                    raise ValueError(
+                        f"the checkpoint has {', '.join(sorted(there))} of {name!r}, but no {missing[0]}: "
+                        "it was written by another kind of optimizer"
+                    )
+
+    def _needed(self, group: dict[str, Any], loaded: dict[str, Any], param: Tensor) -> set[str]:
+        """The states without which the optimizer can't step a parameter, as far as that can be found out."""
+        own = {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        for options in (own | loaded, own):  # those of another kind of optimizer may be too strange for a step
+            states = first_states(self._optimizer, options, param)
+            if states is not None:
+                return states - {MASTER}
+        return {state for state, value in self._optimizer.state.get(param, {}).items() if value is not None}
 
     def _in_order(self, state_dict: dict[str, Any]) -> Iterable[dict[str, Any]]:
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
