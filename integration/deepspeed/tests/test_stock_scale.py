@@ -47,6 +47,20 @@ def test_a_scale_that_changes_between_the_backwards_of_a_step_is_refused():
     )
 
 
+def test_gradients_that_are_discarded_take_their_scale_with_them(tmp_path):
+    for case, scales, norms in on_ranks(stock.RANKS, _resume, str(tmp_path), timeout=stock.TIMEOUT)[0]:
+        assert scales[0] != scales[1], case
+        assert norms[0] == norms[1], case
+
+
+def test_in_stage_0_gradients_of_a_loss_without_the_scale_are_refused():
+    assert on_ranks(stock.RANKS, _plug_after_backward, timeout=stock.TIMEOUT)[0] == {
+        "fp16": "plug does not handle this FP16_UnfusedOptimizer: gradients of a loss that DeepSpeed did not multiply "
+        "by its scale; plug before a step's first backward",
+        "bf16": None,
+    }
+
+
 def _distances(rank):
     stock.initialize(rank)
     return [(_distance(case, rank, lambda engine: None), _distance(case, rank, plug)) for case in CASES]
@@ -75,3 +89,39 @@ def _change_the_scale(rank):
         with pytest.raises(RuntimeError) as caught:
             engine.backward(stock.loss_of(engine(stock.batch(rank, 0, 1).to(torch.float16))))
     return str(caught.value)
+
+
+def _resume(rank, folder):
+    """Steps, and the same from a checkpoint, after a backward at another scale that no step followed."""
+    stock.initialize(rank)
+    outcomes = []
+    for case in [stock.Case(stage, "fp16", offload=stage == 3, more=GROWING) for stage in (0, 1, 3)]:
+        engine, scales, norms = stock.engine_of(case), [], []
+        with plug(engine):
+            engine.save_checkpoint(folder, tag=str(case))
+            for _ in range(2):
+                scales.append(engine.optimizer.loss_scale)
+                engine.load_checkpoint(folder, tag=str(case))
+                for step in range(2):
+                    stock.backwards(engine, case, rank, step)
+                    engine.step()
+                norms.append(float(engine.get_global_grad_norm()))
+                stock.backwards(engine, case, rank, 2)
+                engine.optimizer.zero_grad()
+        outcomes.append((str(case), scales, norms))
+    return outcomes
+
+
+def _plug_after_backward(rank):
+    stock.initialize(rank)
+    refusals = {}
+    for dtype in ("fp16", "bf16"):
+        case = stock.Case(0, dtype)
+        engine = stock.engine_of(case)
+        stock.backwards(engine, case, rank, 0)
+        try:
+            plug(engine)
+            refusals[dtype] = None
+        except ValueError as error:
+            refusals[dtype] = str(error)
+    return refusals

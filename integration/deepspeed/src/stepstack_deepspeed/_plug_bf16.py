@@ -34,6 +34,7 @@ class Bf16(Seam):
         return None
 
     def attach(self, overrides: Overrides) -> None:
+        super().attach(overrides)
         self._scale_loss = overrides.replace(self.optimizer, "scale_if_loss", self._scale_if_loss)
         overrides.replace(self.optimizer, "step", self._step)
 

@@ -30,6 +30,7 @@ class Seam:
         self.norm = norm
         self.clip = clip
         self.inner = inner
+        self._scale_of_backwards: float | None = None
         self._multiplied_by: float | None = None
         self._measured: Tensor | None = None
         self._divisor: Tensor | float | None = None
@@ -42,7 +43,7 @@ class Seam:
 
     def attach(self, overrides: Overrides) -> None:
         """Replace what there is to replace."""
-        raise TypeError(f"{type(self).__name__} replaces nothing")
+        self._stock_zero_grad = overrides.replace(self.optimizer, "zero_grad", self._zero_grad)
 
     def loss_scale(self) -> float:
         """What a loss would be multiplied by now."""
@@ -54,19 +55,20 @@ class Seam:
     def remember_scale(self) -> float:
         """At a backward: the scale that it multiplies the loss by, which is what the step will divide by."""
         scale = self.loss_scale()
-        if self._multiplied_by not in (None, scale):
+        if self._scale_of_backwards not in (None, scale):
             raise RuntimeError(
-                f"{here()}: the loss scale was {self._multiplied_by} in an earlier backward of this step and is "
-                f"{scale} now, so their gradients can't be added; change it between steps"
+                f"{here()}: the loss scale was {self._scale_of_backwards} in an earlier backward of this step and is "
+                f"{scale} now, so their gradients can't be added; change it between steps, or discard those there are "
+                "by engine.optimizer.zero_grad()"
             )
-        self._multiplied_by = scale
+        self._scale_of_backwards = scale
         return scale
 
     def begin(self) -> None:
         """A step begins."""
-        if self._multiplied_by is None:  # nobody scaled a loss by the engine
-            self._multiplied_by = self.loss_scale()
-        self._measured = self._divisor = None
+        scale = self._scale_of_backwards
+        self._multiplied_by = self.loss_scale() if scale is None else scale  # None: nobody scaled a loss by the engine
+        self._scale_of_backwards = self._measured = self._divisor = None
 
     def end(self) -> None:
         """It is over, made or skipped."""
@@ -107,6 +109,11 @@ class Seam:
                 f"{self._multiplied_by}), so this engine is not what we take it for. Nothing has been updated. "
                 "plug(engine, norm=False) leaves the norm to DeepSpeed"
             )
+
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """What is discarded takes its scale with it, so that a checkpoint of another one can be loaded."""
+        self._scale_of_backwards = None
+        self._stock_zero_grad(*args, **kwargs)
 
 
 def divide_(grads: Iterable[Tensor], divisor: Tensor | float) -> None:

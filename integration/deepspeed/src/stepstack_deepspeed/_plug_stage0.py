@@ -39,6 +39,7 @@ class Fp32(_WholeStep):
     """A plain torch optimizer, as stage 0 has it in fp32."""
 
     def attach(self, overrides: Overrides) -> None:
+        super().attach(overrides)
         optimizer = self.optimizer
         overrides.replace(optimizer, "overflow", False)
         overrides.replace(optimizer, "_global_grad_norm", None)
@@ -89,9 +90,15 @@ class _Half(_WholeStep):
             return "model parallelism (an mpu)"
         if any(getattr(engine.optimizer, name, False) for name in ("fused_adam_legacy", "fused_lamb_legacy")):
             return "legacy fusion: its inner optimizer unscales by itself"
+        has_grads = any(param.grad is not None for group in engine.optimizer.fp16_groups for param in group)
+        if engine.optimizer.loss_scale_config.use_grad_scaling and has_grads:
+            return (
+                "gradients of a loss that DeepSpeed did not multiply by its scale; plug before a step's first backward"
+            )
         return None
 
     def attach(self, overrides: Overrides) -> None:
+        super().attach(overrides)
         if self.inner is not None and not self.engine.global_steps:
             self.optimizer.refresh_fp32_params()
             self.optimizer.optimizer.state.clear()

@@ -45,6 +45,7 @@ class Stage3(Seam):
         return None
 
     def attach(self, overrides: Overrides) -> None:
+        super().attach(overrides)
         optimizer = self.optimizer
         self._scale_loss = overrides.replace(optimizer, "scale_if_loss", self._scale_if_loss)
         self._stock_step = overrides.replace(optimizer, "step", self._step)
