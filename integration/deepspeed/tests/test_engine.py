@@ -293,6 +293,7 @@ def test_a_scheduler_of_the_callers_optimizer_goes_on_with_the_engines():
         ({"model_parameters": []}, ValueError, "model_parameters is empty"),
         ({"model": Net().requires_grad_(False)}, ValueError, "nothing to train: no parameter of the model requires"),
         ({"model_parameters": [{"lr": 1}]}, TypeError, "a parameter group must be a dict with 'params'"),
+        ({"model": Net().to("meta")}, ValueError, "'first.weight' of the model is on the meta device, without values"),
         ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
         ({"mpu": object()}, ValueError, "mpu is given: all ranks hold the same model"),
         ({"lr_scheduler": 3}, TypeError, "lr_scheduler must be a scheduler of torch"),

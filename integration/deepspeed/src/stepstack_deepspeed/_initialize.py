@@ -60,6 +60,12 @@ def initialize(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
         raise ValueError("mpu is given: all ranks hold the same model here, there is no model parallelism")
+    without_values = [name for name, param in model.named_parameters() if param.is_meta]
+    if without_values:
+        raise ValueError(
+            f"{without_values[0]!r} of the model is on the meta device, without values: make the model on the CPU, or "
+            "call its to_empty() and load a state dict"
+        )
     device = join(required=dist_init_required)
     read = read_config(_only_one(config, config_params, getattr(args, "deepspeed_config", None)), ranks())
     convert_(model, read.precision.dtype)
