@@ -266,9 +266,11 @@ def options_of(groups: Iterable[list[str]], values: dict[str, Any]) -> list[dict
         of_group = [options.get(name, {}) for name in names]
         for name, other in zip(names, of_group, strict=True):
             if to_text(other) != to_text(of_group[0]):
+                keys = [key for key in of_group[0] | other if _text_of(key, other) != _text_of(key, of_group[0])]
+                one, two = (", ".join(f"{key} {options.get(key)}" for key in keys) for options in (of_group[0], other))
                 raise ValueError(
                     f"{names[0]!r} and {name!r} are in group {number} of the optimizer, but have different options in "
-                    f"the checkpoint: {of_group[0]} and {other}"
+                    f"the checkpoint, {one} and {two}: make groups as they were when it was saved"
                 )
         found.append(of_group[0] if of_group else {})
     return found
@@ -289,3 +291,7 @@ def check_fits(what: str, tensor: Tensor, entry: Entry) -> None:
         raise ValueError(f"{what} has shape {tuple(tensor.shape)}, in the checkpoint {tuple(entry.shape)}")
     if tensor.dtype != entry.dtype and not (tensor.is_floating_point() and entry.dtype.is_floating_point):
         raise ValueError(f"{what} is of {tensor.dtype}, in the checkpoint of {entry.dtype}")
+
+
+def _text_of(option: str, options: dict[str, Any]) -> str:
+    return to_text({option: options.get(option)})
