@@ -198,6 +198,9 @@ def test_each_parameter_keeps_a_count_of_its_own():
         (lambda sd: sd.pop("state"), "format 2"),
         (lambda sd: sd["param_groups"].pop(), r"\[2, 2\] parameters, those of the state dict have \[2\]"),
         (lambda sd: sd["state"][1].pop("exp_avg"), "parameter 1 of group 0 has no exp_avg"),
+        (lambda sd: sd["state"][1].update(exp_avg=None), "parameter 1 of group 0 has no exp_avg"),
+        (lambda sd: sd["state"][1].update(step=float("nan")), "parameter 1 of group 0 has step nan"),
+        (lambda sd: (sd["state"].pop("step"), sd["state"][1].pop("step")), "parameter 1 of group 0 has step None"),
         (lambda sd: sd["state"][2].update(param=torch.zeros(2)), "param of parameter 0 of group 1 has shape"),
     ],
 )

@@ -79,8 +79,10 @@ def loaded(state_dict: Mapping[str, Any], pieces: Mapping[str, Any], groups: Seq
     found: list[tuple[int, Parameter, dict[str, Any], tuple[int, int], bool]] = []
     for number, (held, cut, group) in enumerate(zip(groups, pieces["cut"], saved, strict=True)):
         for place, (param, key, (*_, start, stop)) in enumerate(zip(held.params, group["params"], cut, strict=True)):
-            step = given.get("steps", {}).get(key, given.get("step", 0))  # as sharded_for_megatron leaves them
+            step = given.get("steps", {}).get(key, given.get("step"))  # as sharded_for_megatron leaves them
             entry = {"step": step, **given.get(key, {})}
+            if len(entry) == 1 and step is None:
+                entry["step"] = 0  # torch has no entry for a parameter without steps
             _check(entry, held.moments, param, f"parameter {place} of group {number}")
             found.append((position, param, entry, (int(start), int(stop)), held.master_of(param)))
             position += 1
@@ -183,8 +185,10 @@ def _batches(pieces: Sequence[Any], held: Held) -> Iterator[list[Any]]:
 
 
 def _check(entry: Mapping[str, Any], moments: Sequence[str], param: Tensor, name: str) -> None:
+    if entry["step"] is None or not float(entry["step"]) >= 0:
+        raise ValueError(f"the saved state of {name} has step {entry['step']}, beside {sorted(entry)}")
     for key in moments if float(entry["step"]) > 0 else ():
-        if key not in entry:
+        if not isinstance(entry.get(key), Tensor):
             raise ValueError(f"the saved state of {name} has no {key}, only {sorted(entry)}")
     for key, value in entry.items():
         if key != "step" and isinstance(value, Tensor) and value.shape != param.shape:
