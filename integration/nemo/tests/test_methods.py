@@ -134,6 +134,15 @@ def test_grad_buffer_view_is_where_gradients_accumulate(how, dtype):
     assert torch.equal(view, torch.zeros_like(view))
 
 
+def test_a_parameter_added_later_has_its_view_too():
+    optimizer = DistributedFusedAdam([nn.Parameter(torch.ones(3))], contiguous_grad_buffer=True)
+    late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [late]})
+    late.sum().backward()
+    assert late.main_grad.data_ptr() == late.grad.data_ptr()
+    assert torch.equal(late.main_grad, torch.ones(5))
+
+
 def test_without_a_buffer_there_is_no_view(three):
     with pytest.raises(RuntimeError, match="contiguous_grad_buffer"):
         DistributedFusedAdam(three).grad_buffer_view(three[0])

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from stepstack_fused_adam import FusedAdam
 from stepstack_nemo._arguments import precision, refuse
 from stepstack_nemo._groups import apart, as_groups, check_hook_flags, param_of, trained
 from stepstack_nemo._mesh import Meshes, Spread
 from stepstack_nemo._methods import ApexMethods
-from stepstack_nemo._parallel import is_expert
+from stepstack_nemo._parallel import is_expert, parallel_state
 from stepstack_nemo._pending import Pending
 from stepstack_nemo._rates import LearningRates
 
@@ -138,13 +139,10 @@ class DistributedFusedAdam(ApexMethods):
         self._pending.of_steps(self)
         if capturable:
             LearningRates(self.param_groups, on).of_steps(self)
-        self._keeps_apart = ExitStack()
-        several = any(mesh is not None and mesh.size() > 1 for mesh in self._meshes)
-        if several and (not overlap_grad_sync or any(getattr(p, "_disable_overlap_grad_sync", False) for p in flat)):
-            self._keeps_apart.enter_context(self.no_sync())
-        if contiguous_grad_buffer:
-            for param in self.parameters():
-                param.main_grad = self.grad_buffer_view(param)  # type: ignore[attr-defined]
+        self._keeps_apart, self._shows_main_grad = ExitStack(), contiguous_grad_buffer
+        if not overlap_grad_sync:
+            self._keep_apart()
+        self._take_on(self.parameters())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, between steps, as the constructor takes them. Every rank calls this."""
@@ -155,14 +153,34 @@ class DistributedFusedAdam(ApexMethods):
             check_hook_flags(trained(part), self._grad_dtype)
             super().add_param_group(self._prepared(part))
             self._params.append(trained(part))
+            self._take_on(trained(part))
 
     def _prepared(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group of dense parameters or of experts, as a ShardedOptimizer takes it."""
         params = trained(group)
-        if self._meshes.experts is not None and params and is_expert(params[0]):
-            group = {**group, "mesh": self._meshes.experts}
+        if params and is_expert(params[0]):
+            if self._meshes.experts is not None:
+                group = {**group, "mesh": self._meshes.experts}
+            elif parallel_state().expert_data is not None:
+                raise ValueError(
+                    f"experts, the first of shape {tuple(params[0].shape)}, are added to an optimizer that was made "
+                    "without any, and so knows no ranks to average them over: give some to the constructor"
+                )
         if self._has_views:
             for param in params:
                 if param.dtype != self._grad_dtype:
                     param.grad_dtype = self._grad_dtype  # torch's leave to have a gradient of another dtype
         return group
+
+    def _take_on(self, params: Iterable[Parameter]) -> None:
+        """Hear what parameters say of themselves, and show them their gradients, once they lie in buckets."""
+        for param in params:
+            if getattr(param, "_disable_overlap_grad_sync", False):
+                self._keep_apart()
+            if self._shows_main_grad:
+                param.main_grad = self.grad_buffer_view(param)  # type: ignore[attr-defined]
+
+    def _keep_apart(self) -> None:
+        """From now on backward itself sends nothing."""
+        if any(mesh is not None and mesh.size() > 1 for mesh in self._meshes):
+            self._keeps_apart.enter_context(self.no_sync())
