@@ -1,6 +1,7 @@
 """Over which ranks states, means and norms go: within nodes, of any group, with other kinds of parallelism beside."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,21 @@ def test_a_size_that_does_not_divide_is_refused():
         on_ranks(4, lambda rank: one_step(rank, distributed_size=3))
 
 
+def test_a_rank_outside_of_a_group_that_it_is_given_is_refused():
+    def check(rank, argument):
+        group = dist.new_group([0])
+        with pytest.raises(ValueError, match=f"rank 1 is not in {argument}") if rank else nullcontext():
+            one_step(rank, **{"process_group": None if rank else group, argument: group})
+
+    for argument in ("process_group", "distributed_process_group", "redundant_process_group"):
+        on_ranks(2, check, argument)
+
+
+def test_ranks_that_would_spread_differently_are_refused():
+    with pytest.raises(RankError, match="give all the same distributed_size"):
+        on_ranks(2, lambda rank: one_step(rank, distributed_size=[None, 1][rank]))
+
+
 def test_two_different_sizes_are_refused():
     with pytest.raises(RankError, match="give one of the two"):
         on_ranks(2, lambda rank: one_step(rank, distributed_size=1, distribute_within_nodes=True))
@@ -75,14 +91,21 @@ def test_two_different_sizes_are_refused():
 
 def test_flags_that_keep_a_gradient_from_being_reduced_early_are_heard():
     def check(rank):
-        param = nn.Parameter(torch.zeros(8))
-        param._disable_overlap_grad_sync = True
-        optimizer = DistributedFusedAdam([param])
-        (param * rank).sum().backward()
-        assert all(shard.grad is None for shard in optimizer.param_groups[0]["params"])
-        return optimizer.grad_norm().item()
+        first, late = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+        optimizer = DistributedFusedAdam([first])
+        optimizer.add_param_group({"params": [_flagged(late)]})
+        given = DistributedFusedAdam([nn.Parameter(torch.zeros(8)), _flagged(nn.Parameter(torch.zeros(8)))])
+        for one in (optimizer, given):
+            sum((param * rank).sum() for param in one.parameters()).backward()
+            assert all(shard.grad is None for group in one.param_groups for shard in group["params"])
+        return optimizer.grad_norm().item(), given.grad_norm().item()
 
-    assert on_ranks(2, check) == [pytest.approx(0.5 * 8**0.5)] * 2
+    assert on_ranks(2, check) == [(pytest.approx(2.0), pytest.approx(2.0))] * 2
+
+
+def _flagged(param):
+    param._disable_overlap_grad_sync = True
+    return param
 
 
 @pytest.fixture
@@ -199,3 +222,16 @@ def test_experts_are_saved_and_loaded_with_the_rest(with_megatron):
         return all(map(torch.equal, one, other)) and [len(g["params"]) for g in states[0]["param_groups"]] == [3, 1]
 
     assert on_ranks(4, check) == [True] * 4
+
+
+def test_experts_that_come_late_have_ranks_only_if_others_were_there_before(with_megatron):
+    def check(rank):
+        with_megatron(rank)
+        (*dense, expert), _ = parallel_model(rank)
+        *_, other = parallel_model(rank)[0]
+        optimizer = DistributedFusedAdam([*dense, expert])
+        optimizer.add_param_group({"params": [other]})
+        with pytest.raises(ValueError, match="give some to the constructor"):
+            DistributedFusedAdam(parallel_model(rank)[0][:3]).add_param_group({"params": [parallel_model(rank)[0][3]]})
+
+    on_ranks(4, check)

@@ -29,7 +29,11 @@ class Spread:
             raise ValueError(f"distributed_size must be 1 or more, got {self.distributed_size}")
 
     def mesh(self, group: ProcessGroup, device_type: str) -> DeviceMesh:
-        """(shard) or (replicate, shard) over a group; all its ranks call this. ValueError where it does not divide."""
+        """(shard) or (replicate, shard) over a group; all its ranks call this, and say the same.
+
+        ValueError where they don't, and where it does not divide.
+        """
+        self._check_ranks(group)
         if not self.within_nodes and self.distributed_size is None:
             return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
         mesh = within_node_mesh(group, None if self.within_nodes else self.distributed_size)
@@ -39,6 +43,17 @@ class Spread:
                 f"finds {mesh.size(1)} ranks on a host: give one of the two"
             )
         return mesh
+
+    def _check_ranks(self, group: ProcessGroup) -> None:
+        told: list[Spread] = [self] * group.size()
+        dist.all_gather_object(told, self, group=group)
+        if any(other != self for other in told):
+            sizes = [other.distributed_size or ("a node" if other.within_nodes else "all") for other in told]
+            raise ValueError(
+                f"rank {dist.get_rank()}: the ranks {dist.get_process_group_ranks(group)} would spread states over "
+                f"{sizes} of them: give all the same distributed_size, distribute_within_nodes and "
+                "disable_distributed_parameters"
+            )
 
 
 class Meshes(NamedTuple):
@@ -64,10 +79,14 @@ class Meshes(NamedTuple):
     ) -> "Meshes":
         """Every rank of `process_group` (default: Megatron's data-parallel group, else the default group) calls this.
 
-        `distributed` and `redundant` say the same as `spread` by groups. ValueError where ranks don't divide.
+        `distributed` and `redundant` say the same as `spread` by groups. ValueError where ranks don't divide, and where
+        this one is not in a group that it is given.
         """
         if not dist.is_initialized() or not params:
             return cls(None, None)
+        _check_member("process_group", process_group)
+        _check_member("distributed_process_group", distributed)
+        _check_member("redundant_process_group", redundant)
         state, device_type = parallel_state(), params[0].device.type
         group = process_group or state.data or dist.group.WORLD
         assert group is not None
@@ -84,6 +103,12 @@ class Meshes(NamedTuple):
         return cls(_mesh_of_groups(group, distributed, redundant, device_type), experts)
 
 
+def _check_member(argument: str, group: ProcessGroup | None) -> None:
+    # What torch gives a rank that is not in a new group is no group.
+    if group is not None and (not isinstance(group, ProcessGroup) or dist.get_rank(group) < 0):
+        raise ValueError(f"rank {dist.get_rank()} is not in {argument}: give each rank a group that it is in")
+
+
 def _mesh_of_groups(
     process_group: ProcessGroup, distributed: ProcessGroup | None, redundant: ProcessGroup | None, device_type: str
 ) -> DeviceMesh:
@@ -92,7 +117,8 @@ def _mesh_of_groups(
     All ranks of `process_group` call this. ValueError where the groups make no grid of its ranks.
     """
     rank = dist.get_rank()
-    row = dist.get_process_group_ranks(process_group if distributed is None else distributed)
+    shards = process_group if distributed is None else distributed
+    row = dist.get_process_group_ranks(shards)
     column = [rank] if redundant is None else dist.get_process_group_ranks(redundant)
     rows = [row]
     if redundant is not None:
@@ -108,9 +134,7 @@ def _mesh_of_groups(
             f"columns they must make one grid of process_group's ranks, {ranks}"
         )
     if redundant is None:
-        shards = process_group if distributed is None else distributed
         return DeviceMesh.from_group(shards, device_type, mesh_dim_names=("shard",))
-    assert distributed is not None
     return DeviceMesh.from_group(
-        [redundant, distributed], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        [redundant, shards], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )
