@@ -295,6 +295,17 @@ def test_flags_that_are_not_one_number_on_a_device(name, flag, error):
         optimizer.step()
 
 
+def test_a_scaler_that_has_seen_no_gradients():
+    def make(rank):
+        p, scaler = param(), torch.amp.GradScaler("cpu")
+        optimizer = ShardedOptimizer([p], SGD)
+        with optimizer.no_sync():
+            scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+
+    assert re.search(r"rank 1.*found_inf.*got 0; .*grad_shards\(\) reduces", refusal_on_rank_1(make, TypeError))
+
+
 def test_a_parameter_that_was_unfrozen():
     def make(rank):
         p, q = param(), param().requires_grad_(False)

@@ -17,7 +17,13 @@ def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
     if flag is None:
         return None
     if not isinstance(flag, Tensor):
-        raise TypeError(f"{this_rank()}: {name} must be a tensor of one number, so that none is read; got {flag!r}")
+        hint = (
+            "; torch's GradScaler gives 0 if it has seen no gradients: grad_shards() reduces what no_sync() left"
+        )
+        raise TypeError(
+            f"{this_rank()}: {name} must be a tensor of one number, so that none is read; got {flag!r}"
+            + (hint if flag == 0 else "")
+        )
     if flag.numel() != 1:
         raise ValueError(f"{this_rank()}: {name} must be one number, got a tensor of shape {tuple(flag.shape)}")
     return flag.reshape(())
