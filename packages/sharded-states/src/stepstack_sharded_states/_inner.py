@@ -17,9 +17,7 @@ def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
     if flag is None:
         return None
     if not isinstance(flag, Tensor):
-        hint = (
-            "; torch's GradScaler gives 0 if it has seen no gradients: grad_shards() reduces what no_sync() left"
-        )
+        hint = "; torch's GradScaler gives 0 if it has seen no gradients: grad_shards() reduces what no_sync() left"
         raise TypeError(
             f"{this_rank()}: {name} must be a tensor of one number, so that none is read; got {flag!r}"
             + (hint if flag == 0 else "")
