@@ -191,7 +191,7 @@ def test_sharded_training_equals_replicated_training(number):
                 wrong.append((case, "ranks differ"))
         return wrong
 
-    for wrong in on_ranks(torch.Size(shape).numel(), compare, timeout=60):
+    for wrong in on_ranks(torch.Size(shape).numel(), compare, timeout=120):
         assert wrong == []
 
 
