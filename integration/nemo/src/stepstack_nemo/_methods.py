@@ -174,8 +174,9 @@ class ApexMethods(ShardedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take on what `state_dict` gave, here or in Apex, with any number of ranks; or a torch AdamW's state dict.
 
-        Every rank passes all of it. The dict is left as it is. Weights that it has ("param") become the masters, or the
-        model's own where there are no masters. ValueError where shapes or groups don't fit, and for format 1.
+        Every rank passes all of it, after the model's own state dict was loaded. The dict is left as it is. Weights
+        that it has ("param") become the masters, which the whole model sees from the next step on; where there are no
+        masters, the model's. ValueError where shapes, counts or groups don't fit, and for format 1.
         """
         super().load_state_dict(loaded(state_dict, super().state_dict(), self._held()))
 

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 class LearningRates:
     """The `lr` of each parameter group as a 0-d fp32 tensor, the same one for ever.
 
-    A scheduler that replaces it by a number is followed at the next step, or when `follow` is called before a replay.
+    A scheduler that replaces it by a number is followed at the next step; a replay sees what is filled in, as torch's
+    schedulers do.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], device: torch.device) -> None:
