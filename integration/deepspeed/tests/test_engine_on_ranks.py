@@ -217,6 +217,14 @@ def test_batch_sizes_count_the_ranks():
     assert on_ranks(RANKS, on_rank) == [6, 6]
 
 
+def test_ranks_with_different_configs_are_told():
+    def on_rank(rank):
+        with pytest.raises(ValueError, match=r"config of rank 1 is another than that of rank 0: batch .*gradient_cl"):
+            engine_of(accumulation=1 + rank, clip=1.0 + rank)
+
+    on_ranks(RANKS, on_rank)
+
+
 def test_in_stage_3_blocks_are_gathered_one_by_one_and_stay_if_the_model_is_small():
     def on_rank(rank):
         gathers = []

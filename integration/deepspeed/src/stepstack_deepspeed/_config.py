@@ -107,6 +107,10 @@ class Config:
     managed_accumulation: bool
     """The engine counts the backwards of a step. Otherwise each call of `step` is one of the optimizer."""
 
+    def numbers(self) -> dict[str, str]:
+        """What ranks must agree on, but for the optimizer and the schedule, as text."""
+        return {key: str(value) for key, value in vars(self).items() if key not in ("optimizer", "schedule")}
+
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str], ranks: int) -> Config:
     """Read a dict, or the JSON file of a path, for so many ranks.

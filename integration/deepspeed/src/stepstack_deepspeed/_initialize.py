@@ -17,7 +17,7 @@ from stepstack_deepspeed._engine import Engine
 from stepstack_deepspeed._optimizers import Inner
 from stepstack_deepspeed._parameters import Groups, convert_, groups_of, groups_of_optimizer
 from stepstack_deepspeed._precision import constant_scale
-from stepstack_deepspeed._processes import join, ranks, this_rank
+from stepstack_deepspeed._processes import check_alike, join, ranks, this_rank
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler, Warmup
 from stepstack_deepspeed._states import sharded_optimizer
 
@@ -53,8 +53,8 @@ def initialize(
     - dist_init_required: None and True join the default process group if that was not done; without a launcher it is
       this process alone. False never does.
 
-    Raises ValueError for a config that contradicts itself or asks for what can't be had, by the key's name, and
-    TypeError for arguments of other kinds. Every rank calls this.
+    Raises ValueError for a config that contradicts itself, asks for what can't be had or differs between ranks, by the
+    key's name, and TypeError for arguments of other kinds. Every rank calls this.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -68,6 +68,7 @@ def initialize(
         )
     device = join(required=dist_init_required)
     read = read_config(_only_one(config, config_params, getattr(args, "deepspeed_config", None)), ranks())
+    check_alike("the config", read.numbers())
     convert_(model, read.precision.dtype)
     inner, groups, given = _optimizer_and_groups(read, model, optimizer, model_parameters)
     sharded = sharded_optimizer(model, groups, inner, device=device, precision=read.precision, sharding=read.sharding)

@@ -65,6 +65,18 @@ def on_first(work: Callable[[], T]) -> T:
     return cast(T, given)
 
 
+def check_alike(what: str, said: dict[str, str]) -> None:
+    """ValueError, on all ranks, if one says something else than the first. Every rank calls this."""
+    if ranks() == 1:
+        return
+    of_ranks: list[Any] = [None] * ranks()
+    dist.all_gather_object(of_ranks, said)
+    for rank, other in enumerate(of_ranks):
+        differs = [f"{key} {other[key]}, and not {of_ranks[0][key]}" for key in said if other[key] != of_ranks[0][key]]
+        if differs:
+            raise ValueError(f"{what} of rank {rank} is another than that of rank 0: {'; '.join(differs)}")
+
+
 def broadcast_(tensor: Tensor) -> None:
     """Give all of them what the first one has."""
     if ranks() > 1:
