@@ -88,6 +88,34 @@ def _switch(rank, name):
     return outcomes
 
 
+def test_plugging_and_removing_between_the_micro_batches_of_a_step_is_right():
+    for case, distances in on_ranks(stock.RANKS, _switch_midway, timeout=stock.TIMEOUT)[0]:
+        assert max(distances) < 3e-7, case
+
+
+def _switch_midway(rank):
+    stock.initialize(rank)
+    outcomes = []
+    for case in [
+        stock.Case(0, accumulation=2),
+        stock.Case(2, "fp16", accumulation=2),
+        stock.Case(3, "bf16", offload=True, accumulation=2),
+    ]:
+        engine, reference, distances = stock.engine_of(case), stock.Reference(case), []
+        for step in range(3):
+            for micro in range(2):
+                engine.backward(stock.loss_of(engine(stock.batch(rank, step, micro).to(stock.DTYPES[case.dtype]))))
+                if not micro and step == 0:
+                    plugged = plug(engine)
+                if not micro and step == 1:
+                    plugged.remove()
+                engine.step()
+            reference.step(step)
+            distances.append(stock.distance(engine, reference.weights))
+        outcomes.append((str(case), distances))
+    return outcomes
+
+
 @pytest.mark.parametrize("parts", [{"norm"}, {"clip"}, {"optimizer"}, {"norm", "clip"}, {"norm", "optimizer"}], ids=str)
 def test_each_part_by_itself_is_right(parts):
     for case, (norm, expected, distance) in on_ranks(stock.RANKS, _in_part, parts, timeout=stock.TIMEOUT)[0]:
