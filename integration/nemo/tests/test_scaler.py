@@ -85,6 +85,25 @@ def test_it_says_that_it_takes_flags_only_while_it_is_told():
     assert not hasattr(optimizer, "found_inf")
 
 
+def test_a_step_that_raised_is_made_up_for_with_the_clip_it_was_told():
+    def raising():
+        raise KeyError("batch")
+
+    weights = []
+    for raises in (False, True):
+        param = nn.Parameter(torch.zeros(3))
+        optimizer, scaler = DistributedFusedAdam([param], lr=1.0, eps=1.0), GradScaler(8.0, device="cpu")
+        scaler.scale(param.sum()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm(0.5)
+        if raises:
+            with pytest.raises(KeyError):
+                optimizer.step(raising)
+        scaler.step(optimizer)
+        weights.append(param.detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_disabled_it_does_nothing():
     param = nn.Parameter(torch.zeros(3))
     optimizer, scaler = DistributedFusedAdam([param], lr=0.1), GradScaler(enabled=False, device="cpu")

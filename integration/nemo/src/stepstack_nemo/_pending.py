@@ -36,6 +36,12 @@ class Pending:
         self.divisor.fill_(1)
         self._skip.zero_()
 
+    def take_back(self, optimizer: Any) -> None:
+        """Remove from the optimizer what a step that raised has left there, lest it pass for the caller's."""
+        for name in ("grad_scale", "found_inf"):
+            if any(optimizer.__dict__.get(name) is ours for ours in (self.divisor, self._skip)):
+                delattr(optimizer, name)
+
     def _tell(self, optimizer: Any) -> None:
         ours = (self.divisor, self._skip)  # still there after a step that raised
         self._given = {

@@ -72,6 +72,7 @@ class GradScaler(stepstack_grad_scaler.GradScaler):
         self._find_groups()
         if not isinstance(optimizer, ApexMethods):
             return super().step(optimizer, *args, **kwargs)
+        optimizer._pending.take_back(optimizer)
         # It takes the flag on the device. It says otherwise only so that trainers unscale before they clip.
         optimizer._step_supports_amp_scaling = True
         try:
