@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stepstack_deepspeed._plug_overrides import Overrides
 from stepstack_deepspeed._plug_seam import Seam, divide_
 from stepstack_gradnorm import Part, total_norm
 
@@ -33,26 +32,8 @@ class Bf16(Seam):
             return "model parallelism (an mpu)"
         return None
 
-    def attach(self, overrides: Overrides) -> None:
-        super().attach(overrides)
-        self._scale_loss = overrides.replace(self.optimizer, "scale_if_loss", self._scale_if_loss)
-        overrides.replace(self.optimizer, "step", self._step)
-
-    def _scale_if_loss(self, value: Any) -> Any:
-        self.remember_scale()
-        return self._scale_loss(value)
-
-    def _step(self, closure: Any = None) -> None:
+    def step(self) -> None:
         """What its own step does, except for one pass over the partition's gradients and one over all of them."""
-        if closure is not None:
-            raise TypeError("BF16_Optimizer takes no closure")
-        self.begin()
-        try:
-            self._norm_and_update()
-        finally:
-            self.end()
-
-    def _norm_and_update(self) -> None:
         optimizer = self.optimizer
         partitions = optimizer.fp32_groups_gradient_flat_partition
         norm = total_norm(Part(partitions, optimizer.dp_process_group))

@@ -17,7 +17,8 @@ class Seam:
     """One step of a DeepSpeed optimizer, as far as we do it.
 
     `norm`, `clip`: whether measuring and clipping are ours. `inner`: who updates, or None for DeepSpeed's own.
-    Subclasses say what they need of the class they replace methods of (`signatures`, by method), and replace them.
+    Subclasses say what they need of the class they replace methods of (`signatures`, by method), and replace them, and
+    say what a `step` is between `begin` and `end`.
     """
 
     signatures: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -42,8 +43,15 @@ class Seam:
         return None
 
     def attach(self, overrides: Overrides) -> None:
-        """Replace what there is to replace."""
+        """Replace what there is to replace; subclasses have more."""
         self._stock_zero_grad = overrides.replace(self.optimizer, "zero_grad", self._zero_grad)
+        self.stock_step = overrides.replace(self.optimizer, "step", self._step)
+        if "scale_if_loss" in self.signatures:
+            self._stock_scale_if_loss = overrides.replace(self.optimizer, "scale_if_loss", self._scale_if_loss)
+
+    def step(self) -> Any:
+        """What is to be done in a step, and returned."""
+        raise TypeError(f"{type(self).__name__} makes no steps")
 
     def loss_scale(self) -> float:
         """What a loss would be multiplied by now."""
@@ -109,6 +117,19 @@ class Seam:
                 f"{self._multiplied_by}), so this engine is not what we take it for. Nothing has been updated. "
                 "plug(engine, norm=False) leaves the norm to DeepSpeed"
             )
+
+    def _step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise TypeError(f"a plugged {type(self.optimizer).__name__} takes no closure")
+        self.begin()
+        try:
+            return self.step()
+        finally:
+            self.end()
+
+    def _scale_if_loss(self, value: Any) -> Any:
+        self.remember_scale()
+        return self._stock_scale_if_loss(value)
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """What is discarded takes its scale with it, so that a checkpoint of another one can be loaded."""

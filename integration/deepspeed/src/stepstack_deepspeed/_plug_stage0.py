@@ -44,30 +44,23 @@ class Fp32(_WholeStep):
         overrides.replace(optimizer, "overflow", False)
         overrides.replace(optimizer, "_global_grad_norm", None)
         overrides.replace(self.engine, "clip_fp32_gradients", lambda: None)  # the step does it
-        self._stock_step = overrides.replace(optimizer, "step", self._step)
 
     def loss_scale(self) -> float:
         return 1.0
 
     @torch.no_grad()
-    def _step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise TypeError("a plugged optimizer takes no closure")
+    def step(self) -> None:
         optimizer = self.optimizer
-        self.begin()
-        try:
-            optimizer.overflow = not self.measure()
-            if optimizer.overflow:
-                return
-            divisor = self.divisor(self.engine.gradient_clipping())
-            if self.inner is None:
-                divide_(self.grads(), divisor)
-                self._stock_step()
-                return
-            for number, group in enumerate(optimizer.param_groups):
-                self.inner.step_(number, group["params"], group, optimizer, divisor)
-        finally:
-            self.end()
+        optimizer.overflow = not self.measure()
+        if optimizer.overflow:
+            return
+        divisor = self.divisor(self.engine.gradient_clipping())
+        if self.inner is None:
+            divide_(self.grads(), divisor)
+            self.stock_step()
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            self.inner.step_(number, group["params"], group, optimizer, divisor)
 
 
 class _Half(_WholeStep):
@@ -105,7 +98,6 @@ class _Half(_WholeStep):
         if self.optimizer.loss_scale_config.use_grad_scaling:
             self._stock_backward = overrides.replace(self.engine, "backward", self._backward)
             self._stock_scale = overrides.replace(self.engine, "scale", self._scale_loss)
-        overrides.replace(self.optimizer, "step", self._step)
 
     def loss_scale(self) -> float:
         scale = self.optimizer.loss_scale
@@ -124,21 +116,16 @@ class _Half(_WholeStep):
         return scaled
 
     @torch.no_grad()
-    def _step(self, closure: Any = None) -> bool:
-        if closure is not None:
-            raise TypeError(f"{type(self.optimizer).__name__} takes no closure")
+    def step(self) -> bool:
+        """Whether it was skipped, as DeepSpeed's own say."""
         optimizer = self.optimizer
-        self.begin()
-        try:
-            optimizer.overflow = not self.measure()
-            if optimizer.overflow:
-                optimizer._skip_invalid_grad_norm()
-                return True
-            optimizer._update_scale(False)
-            self._update(self.divisor(optimizer.clip_grad))
-            return False
-        finally:
-            self.end()
+        optimizer.overflow = not self.measure()
+        if optimizer.overflow:
+            optimizer._skip_invalid_grad_norm()
+            return True
+        optimizer._update_scale(False)
+        self._update(self.divisor(optimizer.clip_grad))
+        return False
 
     def _update(self, divisor: Tensor | float) -> None:
         optimizer = self.optimizer

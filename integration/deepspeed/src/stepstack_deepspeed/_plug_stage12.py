@@ -39,8 +39,6 @@ class Stage12(Seam):
     def attach(self, overrides: Overrides) -> None:
         super().attach(overrides)
         optimizer = self.optimizer
-        self._scale_loss = overrides.replace(optimizer, "scale_if_loss", self._scale_if_loss)
-        self._stock_step = overrides.replace(optimizer, "step", self._step)
         if optimizer.cpu_offload:
             self._epilogue = overrides.replace(optimizer, "backward_epilogue", self._backward_epilogue)
         if self.norm:
@@ -56,16 +54,8 @@ class Stage12(Seam):
         if self.inner is not None:
             overrides.replace(optimizer, "_optimizer_step", self._optimizer_step)
 
-    def _scale_if_loss(self, value: Any) -> Any:
-        self.remember_scale()
-        return self._scale_loss(value)
-
-    def _step(self, closure: Any = None) -> None:
-        self.begin()
-        try:
-            self._stock_step(closure)
-        finally:
-            self.end()
+    def step(self) -> None:
+        self.stock_step()
 
     def _note_grad(self, param: Any) -> None:
         self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = 0.0

@@ -47,8 +47,6 @@ class Stage3(Seam):
     def attach(self, overrides: Overrides) -> None:
         super().attach(overrides)
         optimizer = self.optimizer
-        self._scale_loss = overrides.replace(optimizer, "scale_if_loss", self._scale_if_loss)
-        self._stock_step = overrides.replace(optimizer, "step", self._step)
         self._epilogue = overrides.replace(optimizer, "backward_epilogue", self._backward_epilogue)
         if self.norm:
             overrides.replace(optimizer, "_get_norm_groups", self._get_norm_groups)
@@ -61,16 +59,8 @@ class Stage3(Seam):
             if self.clip:
                 overrides.replace(optimizer, "_prepare_fp32_grad_for_sub_group", self._prepare_grad)
 
-    def _scale_if_loss(self, value: Any) -> Any:
-        self.remember_scale()
-        return self._scale_loss(value)
-
-    def _step(self, closure: Any = None) -> None:
-        self.begin()
-        try:
-            self._stock_step(closure)
-        finally:
-            self.end()
+    def step(self) -> None:
+        self.stock_step()
 
     def _backward_epilogue(self) -> None:
         """Parameters that had no gradient since the last step have those of an earlier one in their buffers."""
