@@ -1,5 +1,6 @@
 """Ranks on one machine: forked processes with a gloo group, results by rank, errors with their traceback, no hangs."""
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -74,6 +75,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is inherited is no garbage, and looking through it takes long
     try:
         dist.init_process_group(
             "gloo",
