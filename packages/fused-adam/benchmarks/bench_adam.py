@@ -49,6 +49,8 @@ def main() -> None:
         "many": lambda: many(arguments.rounds),
         "compile": compilations,
     }
+    if unknown := set(arguments.parts) - parts.keys():
+        parser.error(f"there is no part {', '.join(sorted(unknown))}, only {', '.join(parts)}")
     for part in arguments.parts or parts:
         parts[part]()
 
