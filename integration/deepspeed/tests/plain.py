@@ -1,10 +1,12 @@
-"""A small model, batches for each rank, and what plain torch makes of them in one process."""
+"""A small model, batches for each rank, an engine of them, and what plain torch makes of them in one process."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from stepstack_deepspeed import initialize
 
 RANKS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,6 +88,18 @@ def train_plainly(dtype, clip, accumulation, steps):
         for weight, param in zip(weights, model.parameters(), strict=True):
             param.data.copy_(weight.data)
     return Trained(norms, [weight.detach() for weight in weights])
+
+
+def engine_of(model=None, **values):
+    """An engine of this model, or `net()`, whose config says these values."""
+    return initialize(model=model or net(), config=config(**values))[0]
+
+
+def train(engine, rank, step=0):
+    """One step of the optimizer, on this rank's batches."""
+    for micro in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(*batch(rank, step, micro)))
+        engine.step()
 
 
 def weights(engine):

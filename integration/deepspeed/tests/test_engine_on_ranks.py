@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from plain import RANKS, batch, config, net
+from plain import RANKS, batch, config, engine_of, net, train
 from torch import nn
 
 from stepstack_deepspeed import initialize
@@ -13,16 +13,6 @@ from stepstack_testing import HostSyncs, Operations, on_ranks
 
 STAGES = range(4)
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}}
-
-
-def engine_of(model=None, **values):
-    return initialize(model=model or net(), config=config(**values))[0]
-
-
-def train(engine, rank, step=0):
-    for micro in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(*batch(rank, step, micro)))
-        engine.step()
 
 
 def values_of(engine):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from plain import RANKS, batch, config, net
+from plain import RANKS, batch, engine_of, net, train
 from torch import nn
 
 from stepstack import CheckpointError
-from stepstack_deepspeed import _fsdp, initialize
+from stepstack_deepspeed import _fsdp
 from stepstack_testing import on_ranks
 
 STAGES = range(4)
@@ -36,16 +36,6 @@ class MayFail(nn.Module):
 
     def forward(self, *batch):
         return self.net(*batch)
-
-
-def engine_of(model=None, **values):
-    return initialize(model=model or net(), config=config(**values))[0]
-
-
-def train(engine, rank, step=0):
-    for micro in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(*batch(rank, step, micro)))
-        engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

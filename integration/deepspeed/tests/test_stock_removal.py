@@ -125,17 +125,8 @@ def test_each_part_by_itself_is_right(parts):
 
 def _in_part(rank, parts):
     stock.initialize(rank)
-    outcomes = []
-    for case in [stock.Case(stage, "bf16", offload) for stage in (1, 2, 3) for offload in (False, True)]:
-        engine, reference = stock.engine_of(case), stock.Reference(case)
-        with plug(engine, **{part: part in parts for part in ("norm", "clip", "optimizer")}):
-            for step in range(3):
-                stock.backwards(engine, case, rank, step)
-                engine.step()
-                norm = reference.step(step)
-        found = float(engine.get_global_grad_norm())
-        outcomes.append((str(case), (found, norm, stock.distance(engine, reference.weights))))
-    return outcomes
+    cases = [stock.Case(stage, "bf16", offload) for stage in (1, 2, 3) for offload in (False, True)]
+    return [_outcome(case, rank, **{part: part in parts for part in ("norm", "clip", "optimizer")}) for case in cases]
 
 
 def test_without_our_adam_stage_0_and_bf16_optimizer_are_right_too():
@@ -146,17 +137,20 @@ def test_without_our_adam_stage_0_and_bf16_optimizer_are_right_too():
 
 def _without_adam(rank):
     stock.initialize(rank)
-    outcomes = []
-    for case in [stock.Case(0), stock.Case(1, "bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})]:
-        engine, reference = stock.engine_of(case), stock.Reference(case)
-        with plug(engine, optimizer=False):
-            for step in range(3):
-                stock.backwards(engine, case, rank, step)
-                engine.step()
-                norm = reference.step(step)
-        found = float(engine.get_global_grad_norm())
-        outcomes.append((str(case), (found, norm, stock.distance(engine, reference.weights))))
-    return outcomes
+    cases = [stock.Case(0), stock.Case(1, "bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})]
+    return [_outcome(case, rank, optimizer=False) for case in cases]
+
+
+def _outcome(case, rank, **parts):
+    """After three steps with these parts plugged: the last norm, torch's, and how far the weights are from torch's."""
+    engine, reference = stock.engine_of(case), stock.Reference(case)
+    with plug(engine, **parts):
+        for step in range(3):
+            stock.backwards(engine, case, rank, step)
+            engine.step()
+            norm = reference.step(step)
+    found = float(engine.get_global_grad_norm())
+    return str(case), (found, norm, stock.distance(engine, reference.weights))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
