@@ -40,9 +40,8 @@ os.environ["PIP_CONSTRAINT"] = str(CONSTRAINTS)
 def dev(session):
     """Make `.venv`: every package, editable, and what the tests and tools need. Quick when nothing changed."""
     wanted = [*TOOLS, *foreign(test_groups())]
-    stamp = VENV / "made-from.sha256"
-    made_from = fingerprint(wanted, PYPROJECTS)
-    if stamp.exists() and stamp.read_text() == made_from:
+    stamp, made_from = VENV / "made-from.sha256", fingerprint(wanted)
+    if is_made(stamp, made_from):
         return
     if not BIN.exists():
         session.run(sys.executable, "-m", "venv", VENV)
@@ -104,14 +103,12 @@ def isolated(session, name):
 @nox.parametrize("name", [nox.param(name, id=name) for name in ENGINES])
 def engines(session, name):
     """Test an integration beside the real engine, in an environment of its own: -- [pytest's arguments]"""
-    home = Path(session.virtualenv.location)
     ours = [*BUILD_TOOLS, "torch", *foreign(test_groups())]
     theirs = dependency_groups(PROJECTS[name], "engine")
     # Without what these declare; of several versions, one after the other in the same environment.
     alone = [group for key, group in PROJECTS[name]["dependency-groups"].items() if key.startswith("engine-alone")]
-    stamp = home / "made-from.sha256"
-    made_from = fingerprint([*ours, *theirs], PYPROJECTS)
-    if not (stamp.exists() and stamp.read_text() == made_from):
+    stamp, made_from = Path(session.virtualenv.location) / "made-from.sha256", fingerprint([*ours, *theirs])
+    if not is_made(stamp, made_from):
         session.install("--no-compile", *ours)
         session.install("--no-compile", "--no-build-isolation", *theirs)
         session.install("--no-build-isolation", *EDITABLE)
@@ -168,5 +165,11 @@ def foreign(requirements):
     return sorted(requirement for requirement in requirements if not requirement.startswith("stepstack"))
 
 
-def fingerprint(words, files):
-    return hashlib.sha256(b"\0".join([*map(str.encode, words), *(file.read_bytes() for file in files)])).hexdigest()
+def fingerprint(words):
+    return hashlib.sha256(
+        b"\0".join([*map(str.encode, words), *(file.read_bytes() for file in PYPROJECTS)])
+    ).hexdigest()
+
+
+def is_made(stamp, made_from):
+    return stamp.exists() and stamp.read_text() == made_from
