@@ -235,3 +235,29 @@ def test_a_compiled_model_gives_the_same():
     for ours, theirs in on_ranks(2, lambda rank: (train(rank, True), train(rank, False)), timeout=60):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["torch's AdamW", "sharded"])
+def test_hooks_of_state_dicts_are_called_as_torch_calls_them(sharded):
+    p = nn.Parameter(torch.ones(3))
+    kwargs = {"optimizer_class": torch.optim.AdamW} if sharded else {}
+    optimizer = (ShardedOptimizer if sharded else torch.optim.AdamW)([p], lr=0.1, **kwargs)
+    called = []
+
+    def on_the_way_out(_, state_dict):
+        called.append("after saving")
+        return {**state_dict, "note": 7}
+
+    def on_the_way_in(_, state_dict):
+        called.append(f"before loading {state_dict.pop('note')}")
+        changed = {**state_dict["param_groups"][0], "lr": 0.5}
+        return {**state_dict, "param_groups": [changed]}
+
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("before saving"))
+    optimizer.register_state_dict_post_hook(on_the_way_out)
+    optimizer.register_load_state_dict_pre_hook(on_the_way_in)
+    optimizer.register_load_state_dict_post_hook(lambda it: called.append(f"after loading {it.param_groups[0]['lr']}"))
+    state_dict = optimizer.state_dict()
+    optimizer.load_state_dict(state_dict)
+    assert called == ["before saving", "after saving", "before loading 7", "after loading 0.5"]
+    assert state_dict["note"] == 7

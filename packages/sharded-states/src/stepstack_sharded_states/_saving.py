@@ -29,21 +29,37 @@ class SavedStates(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for the same rank of a run with the same mesh, parameters and buckets.
 
-        torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are.
+        torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are. Calls the
+        hooks of `register_state_dict_pre_hook` and `register_state_dict_post_hook`, on this rank.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._skipped.say()
         copy_options(self.param_groups, self._inner.param_groups)
-        return from_inner(self._inner.state_dict(), self._groups)
+        state_dict = from_inner(self._inner.state_dict(), self._groups)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one."""
+        """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one.
+
+        Calls the hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook`, as torch does.
+        """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         inner = to_inner(state_dict, self._groups)
         self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
         load_masters(state_dict, self._groups)
         self._inner.load_state_dict(inner)
         self._show_states()
         copy_options(self._inner.param_groups, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part for torch.distributed.checkpoint: `save`, `async_save`, and `load`, which fills it in place.
