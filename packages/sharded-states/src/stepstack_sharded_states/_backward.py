@@ -38,7 +38,7 @@ class Backward:
         self._check_last_backward()
         for bucket in self.buckets:
             for member in bucket.members:
-                if bucket.gradients.is_new(member):
+                if member.group is not None and bucket.gradients.is_new(member):
                     self._start_afresh()
                     if member.used:
                         raise RuntimeError(
@@ -80,7 +80,7 @@ class Backward:
             weakref.finalize(self, member.hide)
 
     def _prepare(self, bucket: Bucket, member: Member) -> None:
-        if member.param.data_ptr() == member.address:
+        if member.param.data_ptr() == member.address and member.group is not None:
             self._start_afresh()
             bucket.gradients.before_accumulation()
 
@@ -89,13 +89,15 @@ class Backward:
             return  # another optimizer has taken the parameter, or it was moved: then step() says so
         self._check_last_backward()
         self._start_afresh()
-        if bucket.launched:
+        listed = member.group is not None
+        if bucket.launched and listed:
             raise RuntimeError(
                 f"{this_rank()}: parameter {member.name!r} got another gradient in the same backward after its bucket "
                 "was reduced, so part of it would be lost. Something inside this backward runs a backward of its own "
                 "(a re-entrant activation checkpoint does): use use_reentrant=False, or run it under no_sync()"
             )
-        self._take(bucket, member)
+        if listed:
+            self._take(bucket, member)
         if self.synchronising or bucket.gradients.reduces_always:
             self._follow_to_its_end()
             bucket.arrived.add(member)
@@ -137,7 +139,7 @@ class Backward:
         bucket = self.buckets[self._launched]
         if self._zero_fill_unused:
             for member in bucket.members:
-                member.used = True
+                member.used = member.group is not None
         bucket.launch()
         self._launched += 1
 
@@ -167,7 +169,7 @@ class Backward:
             used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)
             ranks.all_reduce_max(used)
             for member, anywhere in zip(members, used.tolist(), strict=True):  # waits: the host decides what to step
-                member.used = bool(anywhere)
+                member.used = bool(anywhere) and member.group is not None
 
 
 def _calling(

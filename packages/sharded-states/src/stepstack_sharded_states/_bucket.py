@@ -37,6 +37,8 @@ class Member:
     missing_grad: Tensor
     owner: Hashable = None
     """Of its norm."""
+    group: int | None = 0
+    """The parameter group that lists it; None: it was taken out of all of them."""
     used: bool = False
     """Has a gradient in this step."""
     unreduced: bool = False
@@ -45,6 +47,11 @@ class Member:
     def place_in(self, flat: Tensor) -> Tensor:
         """Its part of a buffer of the bucket's size, as the parameter lies in its own."""
         return flat.as_strided(self.param.shape, self.stride, self.start)
+
+    def leave(self) -> None:
+        """No group lists it any more: its gradient is not taken in, and stays where autograd leaves it."""
+        self.group, self.used, self.unreduced, self.param.grad = None, False, False, None
+        self.show(None)
 
     def hide(self) -> None:
         """Let nobody look for this parameter's gradient here any more."""

@@ -31,8 +31,9 @@ class Reduction:
 class Signature:
     """Tells, in a bucket's last block and in the sum that is taken anyway, whether ranks differ in what has a gradient.
 
-    A rank writes 32 bits of a hash of its set of parameters, and their complements. A bit on which all agree leaves a
-    sum of exactly zero in one of the two places, in any dtype and for any number of ranks; one that differs does not.
+    A rank writes 32 bits of a hash of its set of parameters, each with the number of its group, and their complements.
+    A bit on which all agree leaves a sum of exactly zero in one of the two places, in any dtype and for any number of
+    ranks; one that differs does not.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -43,7 +44,7 @@ class Signature:
         digest = 0
         for number, member in enumerate(members):
             if member.used:
-                digest ^= _code(number)
+                digest ^= _code(number, member.group)
         if digest not in self._written:
             bits = [digest >> place & 1 for place in range(BLOCK // 2)]
             self._written[digest] = torch.tensor(bits + [1 - bit for bit in bits]).to(self._like)
@@ -139,7 +140,8 @@ class Gradients:
         if not set_to_none:
             self._buffer.zero_()
         for member in members:
-            member.param.grad = None
+            if member.group is not None:
+                member.param.grad = None
             member.unreduced = member.used = member.used and not set_to_none
 
     def _reduce(self, members: Sequence["Member"]) -> None:
@@ -195,12 +197,13 @@ class ViewedGradients(Gradients):
         if set_to_none:
             self._buffer.zero_()
         for member in members:
-            member.param.grad = member.place_in(self._buffer)
+            if member.group is not None:
+                member.param.grad = member.place_in(self._buffer)
 
 
 @cache  # making a generator takes longer than all else that is done for a gradient
-def _code(number: int) -> int:
-    return random.Random(number).getrandbits(BLOCK // 2)
+def _code(number: int, group: int | None) -> int:
+    return random.Random(f"{number} in {group}").getrandbits(BLOCK // 2)
 
 
 def _strided(grad: Tensor | None) -> Tensor:

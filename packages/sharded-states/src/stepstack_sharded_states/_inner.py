@@ -55,6 +55,8 @@ def wait_for_offloaded(buckets: Sequence[Bucket]) -> None:
 def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Learning rates and the like: whoever changed them last, the loop or the inner optimizer, is followed."""
     for ours, theirs in zip(source, target, strict=True):
+        for key in theirs.keys() - ours.keys() - {"params", "param_names"}:
+            del theirs[key]
         theirs |= {key: value for key, value in ours.items() if key not in ("params", "param_names")}
 
 

@@ -13,9 +13,10 @@ from stepstack_sharded_states._agreement import Skipped, agreed, objections
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._distribution import Distribution
+from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
-from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
+from stepstack_sharded_states._params import check_elementwise, check_in_place, check_mesh, read_groups, refuse
 from stepstack_sharded_states._saving import SavedStates
 
 
@@ -122,12 +123,13 @@ class ShardedOptimizer(SavedStates):
         self._gather, self._skipped = Gather(), Skipped()
         self._backward = Backward(find_unused=find_unused_parameters, zero_fill_unused=zero_fill_unused)
         buckets = self._distribution.buckets_of(groups)
-        self._groups: list[Group] = []
         self._inner = optimizer_class([group.of_pieces() for group in groups], **optimizer_kwargs)
         super().__init__([group.of_shards() for group in groups], self._inner.defaults)
-        self._groups = groups
+        self._listing = Listing(self._inner)
+        self._listing.add(groups, self.param_groups)
         self._backward.follow(buckets)
         copy_options(self._inner.param_groups, self.param_groups)
+        self._listing.show_states(self.state)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -143,10 +145,10 @@ class ShardedOptimizer(SavedStates):
         is_agreed, self.found_inf_is_agreed = self.found_inf_is_agreed, False
         self._skipped.say()
         self._distribution.check_ranks()
-        check_in_place(self._groups)
+        self._follow_edits()
+        check_in_place(self._listing.groups)
         self._gather.finish()
         self._backward.finish()
-        copy_options(self.param_groups, self._inner.param_groups)
         for bucket in self._backward.buckets:
             bucket.before_step()
         wait_for_offloaded(self._backward.buckets)
@@ -156,7 +158,7 @@ class ShardedOptimizer(SavedStates):
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
         copy_options(self._inner.param_groups, self.param_groups)
-        self._show_states()
+        self._listing.show_states(self.state)
         self._backward.stepped()
         return loss
 
@@ -164,6 +166,7 @@ class ShardedOptimizer(SavedStates):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; or, with `set_to_none=False`, go on from zero for those that are there."""
         self._skipped.say()
+        self._listing.follow(self.param_groups)
         self._backward.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -174,6 +177,7 @@ class ShardedOptimizer(SavedStates):
         A parameter's last 64 elements may be padding, zero. Every rank of the mesh calls this: gradients that no
         backward has reduced (accumulated under `no_sync()`, assigned by hand) are reduced now.
         """
+        self._listing.follow(self.param_groups)
         self._backward.finish()
         return [_shown_grad(member) for member in self._members()]
 
@@ -200,6 +204,7 @@ class ShardedOptimizer(SavedStates):
         is the norm of a model of which other ranks, outside of the mesh, hold other parts and duplicates: `groups` has
         for each owner the process groups whose ranks hold different pieces.
         """
+        self._listing.follow(self.param_groups)
         self._backward.finish()
         shards: dict[Hashable, list[Tensor]] = {}
         for member in self._members():
@@ -231,26 +236,26 @@ class ShardedOptimizer(SavedStates):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, in buckets of their own, between steps. Every rank of the mesh calls this."""
-        if not self._groups:  # torch's constructor adds what ours has cut already
+        if not hasattr(self, "_listing"):  # torch's constructor adds what ours has cut already
             super().add_param_group(param_group)
             return
         self._gather.finish()
-        groups = read_groups([param_group], first_group=len(self._groups))
-        refuse(
-            groups, self._distribution.device_type, taken=[param for group in self._groups for _, param in group.params]
-        )
+        self._follow_edits()
+        groups = read_groups([param_group], first_group=len(self._listing.groups))
+        refuse(groups, self._distribution.device_type, taken=[member.param for member in self._members()])
         buckets = self._distribution.buckets_of(groups)
         self._inner.add_param_group(groups[0].of_pieces())
         super().add_param_group(groups[0].of_shards())
         self._backward.follow(buckets)
         added = [param for _, param in groups[0].params]
-        for group in self._groups:
+        for group in self._listing.groups:
             group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
-        self._groups += groups
+        self._listing.add(groups, self.param_groups)
         copy_options(self._inner.param_groups, self.param_groups)
+        self._listing.show_states(self.state)
 
     def _members(self) -> Iterator[Member]:
-        return (member for group in self._groups for member in group.members)
+        return (member for group in self._listing.groups for member in group.members)
 
     def _agree(self, found_inf: Tensor | None, already: bool) -> Tensor | None:
         buckets, meshes = self._backward.buckets, self._distribution.ranks

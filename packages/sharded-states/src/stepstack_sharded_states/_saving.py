@@ -9,17 +9,17 @@ from stepstack_sharded_states._agreement import Skipped
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._checkpoint import Checkpoint, checkpoint_of
 from stepstack_sharded_states._distribution import Distribution
+from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._full_state import gather, spread
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options
-from stepstack_sharded_states._params import Group
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 
 
 class SavedStates(Optimizer):
     """The half of `ShardedOptimizer` that has to do with state dicts."""
 
-    _groups: list[Group]
+    _listing: Listing
     _inner: Optimizer
     _backward: Backward
     _distribution: Distribution
@@ -35,8 +35,9 @@ class SavedStates(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._skipped.say()
-        copy_options(self.param_groups, self._inner.param_groups)
-        state_dict = from_inner(self._inner.state_dict(), self._groups)
+        self._follow_edits()
+        self._listing.make_local()
+        state_dict = from_inner(self._inner.state_dict(), self._listing.groups)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -52,11 +53,12 @@ class SavedStates(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        inner = to_inner(state_dict, self._groups)
+        self._follow_edits()
+        inner = to_inner(state_dict, self._listing.groups)
         self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
-        load_masters(state_dict, self._groups)
+        load_masters(state_dict, self._listing.groups)
         self._inner.load_state_dict(inner)
-        self._show_states()
+        self._listing.show_only_these(self.state)
         copy_options(self._inner.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -110,8 +112,10 @@ class SavedStates(Optimizer):
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
 
     def _checkpoint(self) -> Checkpoint:
-        buckets, check = self._backward.buckets, self._backward.check_used
-        return Checkpoint(self._groups, buckets, self._inner, self.param_groups, self._distribution.ranks, check)
+        self._follow_edits()
+        self._listing.make_local()
+        groups, buckets, check = self._listing.groups, self._backward.buckets, self._backward.check_used
+        return Checkpoint(groups, buckets, self._inner, self.param_groups, self._distribution.ranks, check)
 
     def _take(self, checkpoint: Checkpoint, entries: dict[str, Any]) -> None:
         self._gather.finish()
@@ -120,12 +124,10 @@ class SavedStates(Optimizer):
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))
         copy_options(self.param_groups, self._inner.param_groups)
-        self.state.clear()
-        self._show_states()
+        self._listing.show_only_these(self.state)
 
-    def _show_states(self) -> None:
-        """`state`, as in any optimizer, by what is in `param_groups`: here, this rank's pieces of the states."""
-        for group in self._groups:
-            for member in group.members:
-                if member.piece is not None and member.piece in self._inner.state:
-                    self.state[member.shard] = self._inner.state[member.piece]
+    def _follow_edits(self) -> None:
+        """What callers have changed in `param_groups` and `state` takes effect."""
+        self._listing.follow(self.param_groups)
+        self._listing.take_states(self.state)
+        copy_options(self.param_groups, self._inner.param_groups)
