@@ -35,7 +35,15 @@ class LibraryAdam(torch.optim.Optimizer):
     """As FusedAdam of Transformer Engine and Apex: no count in the states, but one in each group that has stepped."""
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, bias_correction=True
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        adam_w_mode=True,
+        bias_correction=True,
+        capturable=False,
     ):
         defaults = {
             "lr": lr,
@@ -217,11 +225,15 @@ def test_what_is_not_handled_is_refused_by_name_and_nothing_has_changed(engine):
             subclass = type("Custom", (type(member),), {})
             said.append(refusal(subclass(member.optimizer, member.config, member.init_state_fn), TypeError))
             said.append(refusal(type(optimizer)([]), ValueError))
-            with mock.patch.object(megatron.core, "__version__", "0.19.2"):
+            with mock.patch.object(megatron.core, "__version__", "0.20.0"):
                 said.append(refusal(optimizer, RuntimeError))
             for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
                 with mock.patch.object(member.config, option, True):
                     said.append(refusal(optimizer, ValueError))
+            with mock.patch.object(member.config, "optimizer_cuda_graph", True, create=True):
+                said.append(refusal(optimizer, ValueError))
+            with mock.patch.object(member.get_parameters()[0], "grad_norm_group", "mtp", create=True):
+                said.append(refusal(optimizer, ValueError))
             _, _, distributed = made(megatron, distributed=True)
             with mock.patch.object(distributed.chained_optimizers[0].ddp_config, "use_megatron_fsdp", True):
                 said.append(refusal(distributed, ValueError))
@@ -235,9 +247,11 @@ def test_what_is_not_handled_is_refused_by_name_and_nothing_has_changed(engine):
         "torch.optim.adamw.AdamW",
         "Custom",
         "no optimizers",
-        "megatron-core 0.19.2; this was made for 0.16.1",
+        "megatron-core 0.20.0; this was made for 0.16.1, 0.17.1, 0.18.2, 0.19.2",
         "use_precision_aware_optimizer",
         "optimizer_cpu_offload",
+        "optimizer_cuda_graph",
+        "grad_norm_group",
         "use_megatron_fsdp",
         "replaced already",
         "replaced already",

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.engine
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = [(False, FP32), (False, BF16), (False, FP16), (True, FP32), (True, BF16), (True, FP16)]
 
+SKIP_ABOVE = "grad_norm_skip_threshold"  # of Megatron's config, from 0.18 on
+
 
 def made(megatron, distributed, dtype, *, experts=False, **options):
     torch.manual_seed(0)
@@ -109,6 +111,33 @@ def test_results_on_the_host_are_megatrons_own_for_one_wait(engine):
     assert skipped == ((False, None, None), {"Tensor.tolist"})
 
 
+def test_a_norm_above_the_skip_threshold_skips_the_update_and_not_the_loss_scale(engine):
+    def run(rank):
+        with engine() as megatron:
+            seen = []
+            has_threshold = hasattr(megatron.core.optimizer.OptimizerConfig(optimizer="adam"), SKIP_ABOVE)
+            for plugged in (True, False) if has_threshold else (True,):
+                module, chunk, optimizer = made(megatron, True, FP16, hysteresis=1)
+                (member,) = optimizer.chained_optimizers
+                setattr(member.config, SKIP_ABOVE, 1e-3)
+                if plugged:
+                    plug(optimizer, results_on_host=True)
+                before = everything(module, optimizer)
+                backward(megatron, module, chunk, optimizer, 1)
+                success, norm, zeros = optimizer.step()
+                assert success is False
+                assert all(map(torch.equal, before, everything(module, optimizer)))
+                setattr(member.config, SKIP_ABOVE, 2 * norm)
+                seen.append((norm, zeros, float(optimizer.get_loss_scale())))
+            return seen
+
+    for plugged, *stock in on_ranks(2, run, timeout=60):
+        assert plugged[1:] == (0.0, 4096.0)
+        assert plugged[0] > 1e-3
+        for own in stock:
+            assert plugged == pytest.approx(own, rel=1e-6)
+
+
 def test_without_zeros_to_log_there_is_none_and_without_clipping_still_a_norm(engine):
     def run(rank):
         with engine() as megatron:
@@ -148,7 +177,9 @@ def test_a_constant_loss_scale_stays_and_is_divided_out(engine):
 
 def test_removed_it_is_megatrons_own_optimizer_again_and_goes_on_as_if_it_always_had_been(engine):
     def attributes(optimizer):
-        return [dict(vars(thing)) for thing in (optimizer, *optimizer.chained_optimizers)]
+        caches = {"_has_grad_norm_group_cache", "grad_norms_by_group"}  # which a step of Megatron's own fills
+        things = (optimizer, *optimizer.chained_optimizers)
+        return [{key: value for key, value in vars(thing).items() if key not in caches} for thing in things]
 
     def keys(optimizer):
         return [list(group) for group in optimizer.param_groups]

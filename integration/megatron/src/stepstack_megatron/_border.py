@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-VERSIONS = ("0.16.1",)
+VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """Of megatron-core that this was tested with."""
 
 _MODULE = "megatron.core.optimizer"
@@ -53,6 +53,10 @@ def _flaws(optimizer: Any, member: Any) -> Iterator[str]:
         yield "use_precision_aware_optimizer keeps the states in Transformer Engine's own forms; set it to False"
     if member.config.optimizer_cpu_offload:
         yield "optimizer_cpu_offload steps on copies in streams of its own; set it to False"
+    if getattr(member.config, "optimizer_cuda_graph", False):
+        yield "optimizer_cuda_graph records the step that it finds, Megatron's; set it to False"
+    if any(getattr(param, "grad_norm_group", None) is not None for param in member.get_parameters()):
+        yield "some parameters have a grad_norm_group (multi-token prediction), and would be clipped by the main norm"
     if getattr(getattr(member, "ddp_config", None), "use_megatron_fsdp", False):
         yield "use_megatron_fsdp keeps parameters and gradients in buffers of its own; set it to False"
 

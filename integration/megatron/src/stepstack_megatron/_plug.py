@@ -29,14 +29,15 @@ def plug(megatron_optimizer: Any, *, results_on_host: bool = False) -> "Plug":
     torch's `_step_supports_amp_scaling` it costs the one wait of a step. A DynamicGradScaler becomes one on the device.
 
     `step()`, called on all ranks, returns
-    - update_successful: a 0-d bool. False: a gradient was not finite on some rank, or the norm is beyond fp32; then no
-      parameter, state or count has changed. So it is in every precision, with a loss scale or without.
+    - update_successful: a 0-d bool. False: a gradient was not finite on some rank, or the norm is beyond fp32 or above
+      the config's `grad_norm_skip_threshold`; then no parameter, state or count has changed. So it is in every
+      precision, with a loss scale or without.
     - grad_norm: a 0-d fp32 tensor, the norm without the loss scale before clipping, also where `clip_grad` is 0.
       What counts is what Megatron counts; the gradients that don't (shared ones, duplicates) are only looked at.
     - num_zeros: a 0-d int64 tensor, or None without `log_num_zeros_in_grad`.
 
-    `results_on_host=True`: the same as bool, float and float, or (False, None, None), for one wait at the end. The
-    trainer of Megatron-LM needs it: it takes for a skipped step whatever `is` not True.
+    `results_on_host=True`: the same as bool, float and float, or (False, None, None) after an overflow, for one wait at
+    the end. The trainer of Megatron-LM needs it: it takes for a skipped step whatever `is` not True.
 
     Members of a chain decide together: one norm, one flag, one loss scale. Checkpoints are Megatron's; those made
     before load after, and the other way round. TypeError, ValueError or RuntimeError, with nothing changed, for
@@ -59,7 +60,9 @@ class Plug:
             self.remove()
             raise
         step = DeviceStep(megatron_optimizer, members)
-        self._replace(megatron_optimizer, "step", (lambda: on_host(step())) if results_on_host else step)
+        self._replace(
+            megatron_optimizer, "step", (lambda: on_host(step(), step.skip_above)) if results_on_host else step
+        )
 
     def remove(self) -> None:
         """Give the optimizer back what it had, its own inner optimizer and scaler as far as they have come by now."""

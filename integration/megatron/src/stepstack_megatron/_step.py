@@ -1,5 +1,6 @@
 """One step of a Megatron optimizer: norm, clip, update and loss scale, composed on the device."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ class DeviceStep:
     def __init__(self, optimizer: Any, members: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._members = members
+        self.skip_above = getattr(members[0].config, "grad_norm_skip_threshold", math.inf)
+        """A larger norm skips the update, and the loss scale does not count that as an overflow."""
 
     @torch.no_grad()
     def __call__(self) -> StepResult:
@@ -35,12 +38,13 @@ class DeviceStep:
         norm, found_inf = _measured(parts, scale)
         num_zeros = zeros_in(counted for counted, _ in parts) if config.log_num_zeros_in_grad else None
         coefficient = clip_coefficient(norm, config.clip_grad) if config.clip_grad > 0 else torch.ones_like(norm)
-        self._update(scale / coefficient, found_inf)
+        skipped = torch.maximum(found_inf, (norm > self.skip_above).float())
+        self._update(scale / coefficient, skipped)
         for member in self._members:
             scaler = getattr(member, "grad_scaler", None)
             if scaler is not None:
                 scaler.update(found_inf)
-        return found_inf == 0, norm, num_zeros
+        return skipped == 0, norm, num_zeros
 
     def _update(self, grad_scale: Tensor, found_inf: Tensor) -> None:
         inners = [member.optimizer for member in self._members if not member.is_stub_optimizer]
@@ -54,13 +58,13 @@ class DeviceStep:
             self._optimizer.step_with_ready_grads()
 
 
-def on_host(result: StepResult) -> HostResult:
-    """What Megatron's own step returns, for one wait."""
+def on_host(result: StepResult, skip_above: float) -> HostResult:
+    """What Megatron's own step returns, for one wait. An overflow has no numbers, a norm that is too large has."""
     successful, *numbers = result
     known = torch.stack([successful.double(), *(number.double() for number in numbers if number is not None)]).tolist()
-    if not known[0]:
+    if not known[0] and not skip_above < known[1] < math.inf:
         return False, None, None
-    return True, known[1], known[2] if len(known) > 2 else None
+    return bool(known[0]), known[1], known[2] if len(known) > 2 else None
 
 
 def _collect_main_grads(member: Any) -> None:
@@ -74,7 +78,9 @@ def _collect_main_grads(member: Any) -> None:
 def _parts(member: Any) -> tuple[Part, Part]:
     """The gradients that count in the norm by Megatron's rules, and the others, which the same ranks hold."""
     group = group_or_world(member.get_grad_stats_parallel_group())
-    counted = member.get_main_grads_for_grad_norm()
+    # Its name until megatron-core 0.18, and since.
+    choose = getattr(member, "get_main_grads_for_grad_norm", None) or member.get_grads_for_grad_norm
+    counted = choose()
     known = set(map(id, counted))
     others = [param.grad for param in member.get_parameters() if param.grad is not None and id(param.grad) not in known]
     return Part(counted, group), Part(others, group)
