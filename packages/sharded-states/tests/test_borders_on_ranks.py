@@ -206,14 +206,17 @@ def test_a_second_optimizer_takes_over_and_the_first_one_says_so():
 DIFFERENT = {
     "another order": (
         lambda rank: {"params": [("a", param(70)), ("b", param(71))][:: 1 if rank else -1]},
-        "here is parameter 'a', torch.float32, shape .70,.*first rank, parameter 'b'",
+        "here is parameter 'a', torch.float32, shape .70,.*rank 0, parameter 'b'",
     ),
     "one more": (
         lambda rank: {"params": [("a", param()), ("b", param())][: rank + 1]},
-        "'b'.*first rank, nothing more",
+        "'b'.*on rank 0, nothing more",
     ),
     "another dtype": (lambda rank: {"params": [("a", param(dtype=torch.float32 if rank else torch.half))]}, "float16"),
-    "another option": (lambda rank: {"params": [param()], "bucket_cap_mb": 1 + rank}, "options.*2.*first rank.* 1"),
+    "another option": (
+        lambda rank: {"params": [param()], "bucket_cap_mb": 1 + rank},
+        "option bucket_cap_mb = 2; on rank 0, option bucket_cap_mb = 1",
+    ),
 }
 
 
@@ -227,7 +230,7 @@ def test_groups_that_differ_when_they_are_added():
     def make(rank):
         ShardedOptimizer([param()], SGD).add_param_group({"params": [param(4 + rank)]})
 
-    assert re.search(r"rank 1.*shape \(5,\).*first rank.*shape \(4,\)", refusal_on_rank_1(make, ValueError))
+    assert re.search(r"rank 1.*shape \(5,\).*on rank 0.*shape \(4,\)", refusal_on_rank_1(make, ValueError))
 
 
 def test_an_optimizer_made_before_the_process_group():

@@ -116,7 +116,7 @@ def after_edit(ranks, sharded, edit, **options):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_edits_between_steps_end_where_torch_s_optimizer_ends(world):
     def check(rank):
-        return {name: after_edit([rank], True, edit, fused=rank < 2) for name, edit in EDITS.items()}
+        return {name: after_edit([rank], True, edit, fused=world < 3) for name, edit in EDITS.items()}
 
     expected = {name: after_edit(range(world), False, edit) for name, edit in EDITS.items()}
     for of_rank in on_ranks(world, check):

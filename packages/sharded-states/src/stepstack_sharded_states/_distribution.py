@@ -2,9 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
+from stepstack_sharded_states._alike import lines
 from stepstack_sharded_states._bucket import Bucket, Member, Storage, build
 from stepstack_sharded_states._gradients import Gradients, Reduction, ViewedGradients
 from stepstack_sharded_states._layout import Entry, choose, dense_stride, plan
@@ -20,12 +22,34 @@ from stepstack_sharded_states._params import Group
 from stepstack_sharded_states._slices import Pool, ShardedGradients
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Of groups whose parameters are not in buckets yet: what this rank has found out by itself."""
+
+    groups: list[Group]
+    reductions: list[Reduction]
+    entries: list[Entry]
+    """Of their parameters, in order."""
+    lines: dict[Ranks, list[str]]
+    """What is to be the same on all ranks of each mesh."""
+
+    def options(self, param_groups: Sequence[Mapping[str, Any]]) -> dict[Ranks, list[str]]:
+        """Lines again: the options of these groups, the last ones of `param_groups`, as an optimizer completed them."""
+        of_meshes: dict[Ranks, list[str]] = {ranks: [] for ranks in self.lines}
+        for number, reduction in enumerate(self.reductions):
+            group = param_groups[len(param_groups) - len(self.reductions) + number]
+            values = {key: value for key, value in group.items() if key != "params"}
+            of_meshes[reduction.ranks] += lines(f"group {number}: option", values)
+        return of_meshes
+
+
 @dataclass(eq=False)
 class Distribution:
     """The options that say how, and the meshes and pools of buffers that come of them."""
 
     mesh: DeviceMesh | None
-    device_type: str
+    device: torch.device
+    """Of the parameters, or one of them."""
     _: KW_ONLY
     grad_divisor: float | None
     grad_predivisor: float
@@ -48,7 +72,7 @@ class Distribution:
             raise ValueError(f"{this_rank()}: shard_gradients borrows buffers, capturable wants its own: choose one")
         if not 0 <= self.offload_ratio <= 1:
             raise ValueError(f"{this_rank()}: offload_ratio must be in [0, 1], got {self.offload_ratio}")
-        self._ranks = {self.mesh: Ranks(self.mesh, self.device_type)}
+        self._ranks = {self.mesh: Ranks(self.mesh, self.device.type)}
         launched = os.environ.get("WORLD_SIZE", "1")  # by torchrun, and what is like it
         if self._ranks[self.mesh].mesh is None and launched != "1":
             warnings.warn(
@@ -59,8 +83,13 @@ class Distribution:
             )
 
     @property
+    def main(self) -> Ranks:
+        """Those of the optimizer's own mesh."""
+        return self._ranks[self.mesh]
+
+    @property
     def ranks(self) -> Collection[Ranks]:
-        """One for each mesh, in the order of the groups that named them."""
+        """One for each mesh, the optimizer's first, then in the order of the groups that named them."""
         return self._ranks.values()
 
     def check_ranks(self) -> None:
@@ -71,12 +100,10 @@ class Distribution:
                 "trains by itself, apart from the others: make the optimizer afterwards"
             )
 
-    @torch.no_grad()
-    def buckets_of(self, groups: list[Group]) -> list[Bucket]:
-        """Move the groups' parameters into buckets, and note in each group its members."""
+    def plan(self, groups: list[Group], given: Sequence[str] = ()) -> Plan:
+        """How the groups' parameters will be spread, and what ranks compare before: `given`, and what matters here."""
         reductions = [self._reduction(group) for group in groups]
         params = [(number, name, param) for number, group in enumerate(groups) for name, param in group.params]
-        self._compare(groups, reductions)
         entries = [
             Entry(
                 param.numel(),
@@ -88,11 +115,34 @@ class Distribution:
             )
             for number, name, param in params
         ]
+        of_meshes = {ranks: [*lines("option", self._options), *given] for ranks in self.ranks}
+        for number, (group, reduction) in enumerate(zip(groups, reductions, strict=True)):
+            of_mesh = of_meshes[reduction.ranks]
+            of_mesh += [f"group {number}, divided by {reduction.divisor} and before by {reduction.predivisor}"]
+            of_mesh += lines(f"group {number}: option", group.options)
+        owners = list(dict.fromkeys(entry.owner for entry in entries))
+        for entry, (number, name, param) in zip(entries, params, strict=True):
+            stride = dense_stride(param.shape, param.stride())
+            of_meshes[reductions[number].ranks].append(
+                f"parameter {name!r}, {param.dtype}, shape {tuple(param.shape)}, stride {stride}, in group {number}"
+                + (f", of owner {owners.index(entry.owner)}" if len(owners) > 1 else "")
+            )
+        return Plan(groups, reductions, entries, of_meshes)
+
+    @torch.no_grad()
+    def buckets_of(self, planned: Plan) -> list[Bucket]:
+        """Move the groups' parameters into buckets, and note in each group its members.
+
+        Raises ValueError on all ranks of a mesh if they were given different things, which they would mix up.
+        """
+        self.compare(planned.lines)
+        groups, entries = planned.groups, planned.entries
+        params = [(number, name, param) for number, group in enumerate(groups) for name, param in group.params]
         layouts = plan(entries, self.bucket_cap_mb * 2**20)
         offloaded = choose(layouts, self.offload_ratio if self.state_device else 0.0)
         buckets, members = [], dict[int, Member]()
         for layout in layouts:
-            reduction = reductions[entries[layout.members[0]].group]
+            reduction = planned.reductions[entries[layout.members[0]].group]
             named = [params[index][1:] for index in layout.members]
             bucket = build(layout, named, reduction, self._storage(named[0][1], layout in offloaded))
             buckets.append(bucket)
@@ -102,23 +152,20 @@ class Distribution:
             groups[number].members.append(members[index])
         return buckets
 
-    def _compare(self, groups: list[Group], reductions: list[Reduction]) -> None:
-        """Raise ValueError on all ranks of a mesh if they were given different things, which they would mix up."""
-        options = (self.grad_dtype, self.inner_dtype, self.shard_gradients, self.capturable, self.bucket_cap_mb)
-        lines: dict[Ranks, list[str]] = {}
-        for number, (group, reduction) in enumerate(zip(groups, reductions, strict=True)):
-            of_mesh = lines.setdefault(reduction.ranks, [f"options {options}"])
-            of_mesh += [f"group {number}, divided by {reduction.divisor} and before by {reduction.predivisor}"]
-            for name, param in group.params:
-                stride = dense_stride(param.shape, param.stride())
-                of_mesh += [f"parameter {name!r}, {param.dtype}, shape {tuple(param.shape)}, stride {stride}"]
-        for ranks, of_mesh in lines.items():
-            ranks.compare(of_mesh, groups[0].params[0][1].device)
+    def compare(self, of_meshes: Mapping[Ranks, list[str]]) -> None:
+        """Raise ValueError on all ranks of a mesh if they don't pass the same lines of text."""
+        for ranks, of_mesh in of_meshes.items():
+            ranks.compare(of_mesh, self.device)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        own = ("device", "mesh", "norm_owner", "pools")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
 
     def _reduction(self, group: Group) -> Reduction:
         mesh = group.mesh or self.mesh
         if mesh not in self._ranks:
-            self._ranks[mesh] = Ranks(mesh, self.device_type)
+            self._ranks[mesh] = Ranks(mesh, self.device.type)
         divisor = group.grad_divisor or self.grad_divisor or self._ranks[self.mesh].size
         return Reduction(self._ranks[mesh], divisor, self.grad_predivisor)
 

@@ -151,23 +151,27 @@ class Ranks:
             dist.broadcast_object_list(values, group=group, group_src=0)
         return values[0]
 
-    def compare(self, lines: list[str], device: torch.device) -> None:
-        """Raise ValueError on every rank of the mesh, unless all pass the same lines of text."""
-        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-        highest = torch.tensor([digest, -digest], device=device)
-        self.all_reduce_max(highest)
-        if highest[0] == -highest[1]:  # waits, once for a construction
+    def compare(self, lines: list[str], device: torch.device, refusal: Exception | None = None) -> None:
+        """Raise ValueError on every rank of the mesh, unless all pass the same lines of text and none a `refusal`."""
+        if self.size == 1:
             return
-        first = [lines]
-        for group in self._axes:
-            dist.broadcast_object_list(first, group=group, group_src=0, device=device)
-        here, there = next(
-            ((a, b) for a, b in itertools.zip_longest(lines, first[0], fillvalue="nothing more") if a != b),
-            ("the same as on the mesh's first rank", "something else on another rank"),
-        )
+        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+        found = torch.tensor([digest, -digest, refusal is not None], device=device)
+        self.all_reduce_max(found)
+        highest, lowest, refused = found.tolist()  # waits, twice for a construction
+        if highest == -lowest and not refused:
+            return
+        reason = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        others = sorted(self.gather_objects((dist.get_rank(), lines, reason)))
+        for other, _, reason in others:
+            if reason is not None:
+                raise ValueError(f"{this_rank()}: rank {other} refused what it was given, so all do; it said {reason}")
+        other, theirs = next((rank, there) for rank, there, _ in others if there != lines)
+        pairs = itertools.zip_longest(lines, theirs, fillvalue="nothing more")
+        here, there = next((here, there) for here, there in pairs if here != there)
         raise ValueError(
             f"{this_rank()}: the ranks of the mesh must be given the same parameters in the same order and the same "
-            f"options, or slices of different parameters would be averaged; here is {here}; on the first rank, {there}"
+            f"options, or each would train its slices in its own way; here is {here}; on rank {other}, {there}"
         )
 
     def all_reduce_max(self, value: Tensor) -> None:

@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: the optimizer that a training loop holds."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
 import torch
@@ -10,13 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from stepstack_sharded_states._agreement import Skipped, agreed, objections
+from stepstack_sharded_states._alike import announced, likely_device, lines
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
-from stepstack_sharded_states._params import check_elementwise, check_in_place, check_mesh, read_groups, refuse
+from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
 from stepstack_sharded_states._saving import SavedStates
 
 
@@ -99,36 +101,41 @@ class ShardedOptimizer(SavedStates):
         bucket_cap_mb: float = 25.0,
         **optimizer_kwargs: Any,
     ) -> None:
-        check_elementwise(optimizer_class)
-        groups = read_groups(params)
-        check_mesh(mesh)
-        device_type = next(param for group in groups for _, param in group.params).device.type
-        if mesh is not None:
-            device_type = mesh.device_type
-        refuse(groups, device_type)
-        self._distribution = Distribution(
-            mesh,
-            device_type,
-            grad_divisor=grad_divisor,
-            grad_predivisor=grad_predivisor,
-            grad_dtype=grad_dtype,
-            inner_dtype=inner_dtype,
-            state_device=None if state_device is None else torch.device(state_device),
-            offload_ratio=offload_ratio,
-            shard_gradients=shard_gradients,
-            capturable=capturable,
-            bucket_cap_mb=bucket_cap_mb,
-            norm_owner=norm_owner,
-        )
-        self._gather, self._skipped = Gather(), Skipped()
-        self._backward = Backward(find_unused=find_unused_parameters, zero_fill_unused=zero_fill_unused)
-        buckets = self._distribution.buckets_of(groups)
-        self._inner = optimizer_class([group.of_pieces() for group in groups], **optimizer_kwargs)
-        super().__init__([group.of_shards() for group in groups], self._inner.defaults)
-        self._listing = Listing(self._inner)
-        self._listing.add(groups, self.param_groups)
+        groups: list[Group] = []
+        with self._announced(mesh, groups):
+            check_elementwise(optimizer_class)
+            groups += read_groups(params)
+            check_mesh(mesh)
+            device = next(param for group in groups for _, param in group.params).device
+            refuse(groups, device.type if mesh is None else mesh.device_type)
+            self._distribution = Distribution(
+                mesh,
+                device,
+                grad_divisor=grad_divisor,
+                grad_predivisor=grad_predivisor,
+                grad_dtype=grad_dtype,
+                inner_dtype=inner_dtype,
+                state_device=None if state_device is None else torch.device(state_device),
+                offload_ratio=offload_ratio,
+                shard_gradients=shard_gradients,
+                capturable=capturable,
+                bucket_cap_mb=bucket_cap_mb,
+                norm_owner=norm_owner,
+            )
+            self._gather, self._skipped = Gather(), Skipped()
+            of_backward = {"find_unused": find_unused_parameters, "zero_fill_unused": zero_fill_unused}
+            self._backward = Backward(**of_backward)
+            of_class = {"optimizer_class": optimizer_class, **optimizer_kwargs}
+            planned = self._distribution.plan(groups, lines("option", {**of_class, **of_backward}))
+        buckets = self._distribution.buckets_of(planned)
+        with self._announced(mesh, groups):
+            self._inner = optimizer_class([group.of_pieces() for group in groups], **optimizer_kwargs)
+            super().__init__([group.of_shards() for group in groups], self._inner.defaults)
+            self._listing = Listing(self._inner)
+            self._listing.add(groups, self.param_groups)
+            copy_options(self._inner.param_groups, self.param_groups)
+        self._distribution.compare(planned.options(self._inner.param_groups))
         self._backward.follow(buckets)
-        copy_options(self._inner.param_groups, self.param_groups)
         self._listing.show_states(self.state)
 
     @overload
@@ -240,19 +247,36 @@ class ShardedOptimizer(SavedStates):
             super().add_param_group(param_group)
             return
         self._gather.finish()
-        self._follow_edits()
-        groups = read_groups([param_group], first_group=len(self._listing.groups))
-        refuse(groups, self._distribution.device_type, taken=[member.param for member in self._members()])
-        buckets = self._distribution.buckets_of(groups)
-        self._inner.add_param_group(groups[0].of_pieces())
-        super().add_param_group(groups[0].of_shards())
-        self._backward.follow(buckets)
+        with self._announced(self._distribution.mesh, self._listing.groups):
+            self._follow_edits()
+            if not isinstance(param_group, dict):
+                raise TypeError(f"{this_rank()}: a parameter group must be a dict, got {type(param_group)}")
+            groups = read_groups([param_group], first_group=len(self._listing.groups))
+            refuse(groups, self._distribution.device.type, taken=[member.param for member in self._members()])
+            planned = self._distribution.plan(groups)
+        buckets = self._distribution.buckets_of(planned)
+        with self._announced(self._distribution.mesh, self._listing.groups):
+            self._inner.add_param_group(groups[0].of_pieces())
+            super().add_param_group(groups[0].of_shards())
         added = [param for _, param in groups[0].params]
         for group in self._listing.groups:
             group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
         self._listing.add(groups, self.param_groups)
         copy_options(self._inner.param_groups, self.param_groups)
+        self._distribution.compare(planned.options(self._inner.param_groups))
+        self._backward.follow(buckets)
         self._listing.show_states(self.state)
+
+    def _announced(self, mesh: DeviceMesh | None, groups: list[Group]) -> AbstractContextManager[None]:
+        """What is raised in it is raised on the mesh's other ranks too."""
+
+        def ranks() -> tuple[Ranks, torch.device]:
+            if hasattr(self, "_distribution"):
+                return self._distribution.main, self._distribution.device
+            device = likely_device(mesh, [param for group in groups for _, param in group.params])
+            return Ranks(mesh, device.type if mesh is None else mesh.device_type), device
+
+        return announced(ranks)
 
     def _members(self) -> Iterator[Member]:
         return (member for group in self._listing.groups for member in group.members)
