@@ -4,6 +4,7 @@ import inspect
 from dataclasses import field, make_dataclass
 from typing import Any
 
+from stepstack_fused_adam import FusedAdam
 from stepstack_nemo._optimizer import DistributedFusedAdam
 
 NAME = "stepstack_distributed_fused_adam"
@@ -25,19 +26,21 @@ def register() -> None:
 
     optimizers[NAME] = DistributedFusedAdam
     # NeMo looks for `args: {name: auto}` under the optimizer's name, and for other words as they are.
-    params[f"{NAME}_params"] = params[f"{DistributedFusedAdam.__name__}_params"] = _arguments()
+    params[f"{NAME}_params"] = params[f"{DistributedFusedAdam.__name__}_params"] = _arguments(DistributedFusedAdam)
     if STRATEGY not in strategies:
         strategies.register(STRATEGY, ShardedStrategy, description="ddp by sharded optimizers")
 
 
 def take_over() -> None:
-    """Let `optim.name: distributed_fused_adam` in NeMo's own configs mean this optimizer too, Apex or no Apex.
+    """Let the names of Apex's optimizers in NeMo's own configs mean ours, Apex or no Apex.
 
-    Only models that are made afterwards see it. ImportError without NeMo.
+    `distributed_fused_adam` becomes `DistributedFusedAdam`, and `fused_adam` the `FusedAdam` of stepstack_fused_adam
+    (for which NeMo itself asks for CUDA). Only models that are made afterwards see it. ImportError without NeMo.
     """
     optimizers, params, _ = _registries()
-    optimizers[APEXS_NAME] = DistributedFusedAdam
-    params[f"{APEXS_NAME}_params"] = _arguments()
+    for name, optimizer_class in {APEXS_NAME: DistributedFusedAdam, "fused_adam": FusedAdam}.items():
+        optimizers[name] = optimizer_class
+        params[f"{name}_params"] = _arguments(optimizer_class)
 
 
 def _registries() -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -50,12 +53,12 @@ def _registries() -> tuple[dict[str, Any], dict[str, Any], Any]:
     return AVAILABLE_OPTIMIZERS, AVAILABLE_OPTIMIZER_PARAMS, StrategyRegistry
 
 
-def _arguments() -> type:
+def _arguments(optimizer_class: type) -> type:
     """The constructor's arguments as a dataclass of words and numbers, as NeMo has one for each optimizer."""
-    arguments = list(inspect.signature(DistributedFusedAdam.__init__).parameters.values())[2:]
+    arguments = list(inspect.signature(optimizer_class).parameters.values())[1:]
     fields = []
     for argument in arguments:
         value = argument.default
         plain = value if isinstance(value, bool | int | float | str | tuple | None) else str(value)
         fields.append((argument.name, Any, field(default=plain)))
-    return make_dataclass("DistributedFusedAdamParams", fields)
+    return make_dataclass(f"{optimizer_class.__name__}Params", fields)
