@@ -18,9 +18,10 @@ from stepstack_sharded_states._bucket import Bucket
 from stepstack_sharded_states._chunks import Chunks, Holding
 from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._named import MASTER, Named, NumberOfPiece, PieceItself, TensorOfPiece
-from stepstack_sharded_states._options import check_alike, shown, take_over
-from stepstack_sharded_states._params import Group
-from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, tensors_of
+from stepstack_sharded_states._options import check_alike, check_kinds, shown, take_over, without_own
+from stepstack_sharded_states._params import Group, names_in
+from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, tensors_of, unsavable
+from stepstack_sharded_states._together import agree
 
 Result = TypeVar("Result")
 
@@ -43,7 +44,7 @@ class Checkpoint:
         meshes: Collection[Ranks],
         check: Callable[[], None],
     ) -> None:
-        self.inner, self.groups, self.options, self.check = inner, groups, options, check
+        self.inner, self.groups, self.options, self._check = inner, groups, options, check
         self.meshes, self.device = list(meshes), buckets[0].params.device
         _check_names(groups)
         self.frozen = {name for group in groups for name, _ in group.frozen}
@@ -58,6 +59,13 @@ class Checkpoint:
                 named = self.named[member.name] = Named(member, home[member], inner)
                 if member.param.numel():
                     self._find_states(named, number)
+
+    def check(self) -> None:
+        """Raise RuntimeError where nothing may be saved now, TypeError for a state that can't be."""
+        self._check()
+        for named in self.named.values():
+            if named.unsavable:
+                raise TypeError(f"{this_rank()}: {named.unsavable[0]}")
 
     def state_dict(self) -> dict[str, Any]:
         """Flat: tensors as `Chunks`, Python's numbers and options as they are."""
@@ -110,23 +118,32 @@ class Checkpoint:
                 take_over(options, self._loaded_options(member.name, options, entries))
 
     def agree(self, function: Callable[[], Result]) -> Result:
-        """What the function returns; ValueError on every rank of the meshes if it raises that or RuntimeError on one.
+        """What the function returns; ValueError or TypeError on every rank of the meshes if it raises on one.
 
         All of them call this.
         """
-        problem, failed = None, torch.zeros((), device=self.device)
-        try:
-            result = function()
-        except (ValueError, RuntimeError) as error:
-            problem = str(error)
-            failed.fill_(1)
-        for ranks in self.meshes:
-            ranks.all_reduce_max(failed)
-        if failed:  # waits, a few times in a load
-            for ranks in self.meshes:
-                problem = next((said for said in ranks.gather_objects(problem) if said), None)
-            raise ValueError(problem)
-        return result
+        return agree(self.meshes, self.device, function)
+
+    def expect(self, loaded: Mapping[str, Any]) -> None:
+        """Have the places of the states that the optimizer keeps with options that are to be loaded, by flat keys."""
+        for number, (group, own) in enumerate(zip(self.groups, self.options, strict=True)):
+            for member in group.members:
+                keys = {option: f"param_groups.{member.name}.{option}" for option in own}
+                options = without_own({option: loaded[key] for option, key in keys.items() if key in loaded})
+                check_kinds(member.name, own, options)
+                if member.param.numel():
+                    self._expect(self.named[member.name], number, options)
+
+    def check_named(self) -> None:
+        """Raise ValueError unless every parameter has a name that its caller gave."""
+        for group in self.groups:
+            for name in names_in(group):
+                if not group.named:
+                    raise ValueError(
+                        f"{this_rank()}: a checkpoint knows parameters by name, and parameter {name} has none: make "
+                        "the optimizer with ShardedOptimizer(model.named_parameters(), …), or with (name, parameter) "
+                        "in groups"
+                    )
 
     def mesh_of(self, key: str) -> Ranks:
         """The ranks that share what is under a key: those of its parameter, or of the optimizer."""
@@ -144,14 +161,17 @@ class Checkpoint:
                 if not isinstance(entries[f"state.{name}.{state}"], Tensor):
                     named.loaded.setdefault(state, entries[f"state.{name}.{state}"])
             missing += [f"{state} of {name!r}" for state in named.missing()]
+            _check_numbers(named)
         if missing:
             raise ValueError(
                 f"{this_rank()}: {len(missing)} states have not been loaded, {missing[0]} for one: fill the whole of "
                 "what sharded_state_dict() gives with torch.distributed.checkpoint.load, then hand it over"
             )
         for group, options in zip(self.groups, self.options, strict=True):
-            names = [member.name for member in group.members]
-            check_alike((name, self._loaded_options(name, options, entries)) for name in names)
+            loaded = [(member.name, self._loaded_options(member.name, options, entries)) for member in group.members]
+            for name, of_name in loaded:
+                check_kinds(name, options, of_name)
+            check_alike(loaded)
 
     def _chunks(self, named: Named, state: str, place: TensorOfPiece) -> Chunks:
         member = named.member
@@ -172,16 +192,45 @@ class Checkpoint:
         tensors: dict[str, Any] = {}
         if named.piece is not None:
             tensors, named.numbers = tensors_of(self.inner, named.piece), scalars_of(self.inner, named.piece)
+            for state, kind in unsavable(self.inner, named.piece).items():
+                named.unsavable.append(
+                    f"{state} of {member.name!r} is {kind}: of an optimizer's states, only plain tensors of as many "
+                    "elements as the parameter and single numbers can be saved and loaded on any number of ranks; "
+                    "local_state_dict() has them all, for the same ranks"
+                )
+                tensors.setdefault(state, member.shard)
         if not tensors and not named.numbers:
-            kind = (group, member.shard.dtype, member.shard.device)
-            if kind not in self._foresight:
-                self._foresight[kind] = foreseen(self.inner, self.options[group], member.shard)
-            if self._foresight[kind] is None:
+            foresight = self._foreseen(named, group, self.options[group])
+            if foresight is None:
                 self.unforeseen.append(member.name)
                 return
-            tensors, named.numbers = self._foresight[kind]
+            tensors, named.numbers = foresight[0], dict(foresight[1])
         for state, there in tensors.items():
             named.tensors[state] = TensorOfPiece(named, state, there.dtype, self._create)
+
+    def _foreseen(self, named: Named, group: int, options: dict[str, Any]) -> Any:
+        like = named.member.shard
+        kind = group, like.dtype, like.device, *(repr(option) for option in sorted(shown(options).items()))
+        if kind not in self._foresight:
+            self._foresight[kind] = foreseen(self.inner, options, like)
+        return self._foresight[kind]
+
+    def _expect(self, named: Named, group: int, loaded: dict[str, Any]) -> None:
+        """Other places, where the optimizer has other states with the options that are to be loaded."""
+        before, after = (
+            self._foreseen(named, group, options) for options in (self.options[group], self.options[group] | loaded)
+        )
+        if before is None or after is None or before is after:
+            return
+        (tensors_before, numbers_before), (tensors, numbers) = before, after
+        gone = (tensors_before.keys() | numbers_before.keys()) - (tensors.keys() | numbers.keys())
+        for state in gone & (named.tensors.keys() | named.numbers.keys()):
+            named.dropped.add(state)
+            named.tensors.pop(state, None)
+            named.numbers.pop(state, None)
+        for state in tensors.keys() - tensors_before.keys() - named.tensors.keys():
+            named.tensors[state] = TensorOfPiece(named, state, tensors[state].dtype, self._create)
+        named.numbers |= {state: like for state, like in numbers.items() if state not in numbers_before}
 
     def _create(self) -> None:
         """Make states that are about to be loaded, all at once, where the optimizer can."""
@@ -199,27 +248,28 @@ def checkpoint_of(entries: Mapping[str, Any], otherwise: Checkpoint) -> Checkpoi
     return otherwise
 
 
-def names_in(group: Group) -> list[str]:
-    """Those of its parameters, frozen ones too, in the order in which they were given."""
-    there = {name for name, _ in group.params + group.frozen}
-    return [name for name in group.order if name in there]
-
-
 def _check_names(groups: Sequence[Group]) -> None:
-    """Raise ValueError unless each parameter has a name of its own."""
+    """Raise ValueError where two parameters have one name."""
     seen: set[str] = set()
     for group in groups:
         for name in names_in(group):
-            if not group.named:
-                raise ValueError(
-                    f"{this_rank()}: a checkpoint knows parameters by name, and parameter {name} has none: make the "
-                    "optimizer with ShardedOptimizer(model.named_parameters(), …), or with (name, parameter) in groups"
-                )
             if name in seen:
                 raise ValueError(
                     f"{this_rank()}: two parameters are named {name!r}, a checkpoint can't tell them apart"
                 )
             seen.add(name)
+
+
+def _check_numbers(named: Named) -> None:
+    """Raise ValueError for loaded single numbers that can't be what the optimizer has there."""
+    for state, value in named.loaded.items():
+        like = named.numbers.get(state)
+        try:
+            _ = type(like)(float(value)) if isinstance(like, int | float) else float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{this_rank()}: the loaded {state} of {named.member.name!r} is {value!r:.200}, and must be a number"
+            ) from error
 
 
 def _box_sizes(buckets: Sequence[Bucket]) -> dict[Ranks, int]:

@@ -4,7 +4,7 @@ The format is that of torch.optim.AdamW: states by number, in the order in which
 counted, with the names beside. A master weight is one more state, `master_weight`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from stepstack_sharded_states._boxes import memory_order
-from stepstack_sharded_states._checkpoint import Checkpoint, names_in
+from stepstack_sharded_states._checkpoint import Checkpoint
 from stepstack_sharded_states._chunks import Chunks
+from stepstack_sharded_states._given import read
 from stepstack_sharded_states._match import Match, refuse_strangers
 from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._named import Named, TensorOfPiece
 from stepstack_sharded_states._options import shown
+from stepstack_sharded_states._params import names_in
 from stepstack_sharded_states._states import scalars_of
 
 _STRETCH = 2**24  # elements that travel at a time
@@ -29,43 +31,50 @@ def gather(checkpoint: Checkpoint, *, to_all: bool) -> dict[str, Any]:
     Every rank of the meshes calls this.
     """
     checkpoint.agree(checkpoint.check)
+    here = checkpoint.agree(lambda: {name: _here(checkpoint, named) for name, named in checkpoint.named.items()})
+    options = checkpoint.agree(lambda: [shown(group) for group in checkpoint.options])
     names = [names_in(group) for group in checkpoint.groups]
     number_of = {name: number for number, name in enumerate(name for of_group in names for name in of_group)}
     states = {
         number_of[name]: state
         for ranks in checkpoint.meshes
-        for name, state in _gathered(checkpoint, ranks, to_all=to_all)
+        for name, state in _gathered(checkpoint, ranks, here, to_all=to_all)
     }
     if not (to_all or any(ranks.is_first for ranks in checkpoint.meshes)):
         return {}
-    return {
-        "state": dict(sorted(states.items())),
-        "param_groups": [
-            {**shown(options), "params": [number_of[name] for name in of_group], "param_names": of_group}
-            for of_group, options in zip(names, checkpoint.options, strict=True)
-        ],
-    }
+    param_groups = []
+    for group, of_group, plain in zip(checkpoint.groups, names, options, strict=True):
+        known = {"param_names": of_group} if group.named else {}
+        param_groups.append({**plain, "params": [number_of[name] for name in of_group], **known})
+    return {"state": dict(sorted(states.items())), "param_groups": param_groups}
 
 
 def spread(checkpoint: Checkpoint, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fill a checkpoint's targets from whole states, which every rank has or the first of each mesh. Its entries then.
 
-    Every rank of the meshes calls this. ValueError on all of them where one doesn't fit, with nothing changed.
+    Every rank of the meshes calls this. ValueError or TypeError on all of them where one doesn't fit, with nothing
+    changed.
     """
-    entries, meshes = checkpoint.state_dict(), checkpoint.meshes
-    lacking = torch.tensor(float(not state_dict), device=checkpoint.device)
+    meshes = checkpoint.meshes
+    given = checkpoint.agree(lambda: read(state_dict, checkpoint.groups))
+    lacking = torch.tensor(float(given is None), device=checkpoint.device)
     for ranks in meshes:
         ranks.all_reduce_max(lacking)
     from_first = bool(lacking)  # waits, once for a load
-    values = checkpoint.agree(lambda: _read(checkpoint, state_dict))
-    saved = {key: _metadata(value) for key, value in values.items()}
-    numbers = {key: value for key, value in values.items() if not (isinstance(value, Tensor) and value.ndim)}
+    checkpoint.agree(lambda: _check_first(meshes, given))
+    values = given or {}
+    if from_first:
+        values = {key: value for key, value in values.items() if checkpoint.mesh_of(key).is_first}
+    saved = {key: _metadata(key, value) for key, value in values.items()}
+    numbers = {key: _number(values[key]) for key, there in saved.items() if not getattr(there, "size", ())}
     if from_first:
         for ranks in meshes:
             of_mesh = {key for key in saved if checkpoint.mesh_of(key) is ranks}
             here = {key: saved[key] for key in of_mesh}, {key: numbers[key] for key in numbers.keys() & of_mesh}
             for known, told in zip((saved, numbers), ranks.broadcast_object(here), strict=True):
                 known.update(told)
+    checkpoint.agree(lambda: checkpoint.expect(numbers))
+    entries = checkpoint.agree(checkpoint.state_dict)
     match = Match("", checkpoint, saved)
     checkpoint.agree(lambda: refuse_strangers([match.strangers()]))
     found = checkpoint.agree(lambda: match.into(entries))
@@ -82,18 +91,31 @@ def spread(checkpoint: Checkpoint, state_dict: Mapping[str, Any] | None) -> dict
         elif isinstance(entry, Chunks):
             for _ in entry.holding.boxes:
                 entry.holding.place.target(0, 1).fill_(float(numbers[key]))
-        elif isinstance(entry, Tensor):
+        elif isinstance(entry, Tensor) and entry.numel():
             entry.fill_(float(numbers[key]))
     return entries
 
 
-def _gathered(checkpoint: Checkpoint, ranks: Ranks, *, to_all: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+Here = tuple[dict[str, torch.dtype], dict[str, Any]]
+
+
+def _here(checkpoint: Checkpoint, named: Named) -> Here | None:
+    """Of a parameter's states on this rank: the dtypes of the tensors, and the numbers."""
+    if named.piece is None:
+        return None
+    numbers = {state: _on_cpu(value) for state, value in scalars_of(checkpoint.inner, named.piece).items()}
+    return {state: place.dtype for state, place in named.tensors.items() if place.exists}, numbers
+
+
+def _gathered(
+    checkpoint: Checkpoint, ranks: Ranks, of_this_rank: Mapping[str, Here | None], *, to_all: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """By name, the states of the parameters that are spread over one mesh."""
-    here: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
-    for name, named in checkpoint.named.items():
-        if named.bucket.ranks is ranks and named.piece is not None:
-            numbers = {state: _on_cpu(value) for state, value in scalars_of(checkpoint.inner, named.piece).items()}
-            here[name] = {state: place.dtype for state, place in named.tensors.items() if place.exists}, numbers
+    here = {
+        name: states
+        for name, states in of_this_rank.items()
+        if checkpoint.named[name].bucket.ranks is ranks and states is not None
+    }
     there = {name: states for of_rank in reversed(ranks.gather_objects(here)) for name, states in of_rank.items()}
     if not to_all and ranks.replica:
         return
@@ -116,7 +138,7 @@ def _whole(named: Named, state: str, dtype: torch.dtype, to_all: bool) -> Tensor
                 part = named.tensors[state].read(start - first, stop - first).to(device).contiguous()
             else:
                 part = torch.empty(stop - start if to_all or ranks.shard == 0 else 0, dtype=dtype, device=device)
-            ranks.from_shard(shard, part, to_all=to_all)
+            ranks.from_shard(shard, part.view(torch.uint8), to_all=to_all)  # which every backend knows
             if wanted:
                 flat[start:stop] = part
     return flat.as_strided(member.param.shape, member.stride).contiguous() if wanted else None
@@ -132,11 +154,11 @@ def _stretches(
     for start in range(0, member.param.numel(), _STRETCH):
         stop = min(start + _STRETCH, member.param.numel())
         if whole is not None:
-            stretch = whole[start:stop].to(device)
+            stretch = whole[start:stop].to(device).contiguous()  # an expanded one is not
         else:
             stretch = torch.empty(stop - start, dtype=dtype, device=device)
         if from_first:
-            named.bucket.ranks.broadcast(stretch)
+            named.bucket.ranks.broadcast(stretch.view(torch.uint8))  # which every backend knows
         yield start, stretch
 
 
@@ -148,45 +170,17 @@ def _take(named: Named, place: TensorOfPiece, start: int, stretch: Tensor) -> No
         place.target(begin - first, end - first).copy_(stretch[begin - start : end - start])
 
 
-def _read(checkpoint: Checkpoint, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A state dict's values by flat keys."""
-    if not state_dict:
-        if any(ranks.is_first for ranks in checkpoint.meshes):
-            raise ValueError(
-                f"{this_rank()} is the mesh's first and has been given no states: give them to it, or to all"
-            )
-        return {}
-    if "param_groups" not in state_dict:
-        return dict(state_dict)  # flat already
-    flat: dict[str, Any] = {}
-    for number, group in enumerate(state_dict["param_groups"]):
-        for name, key in zip(_names_of(checkpoint, number, group), group["params"], strict=True):
-            flat |= {f"state.{name}.{state}": value for state, value in state_dict["state"].get(key, {}).items()}
-            flat |= {
-                f"param_groups.{name}.{option}": value
-                for option, value in group.items()
-                if option not in ("params", "param_names")
-            }
-    return flat
+def _check_first(meshes: Sequence[Ranks], given: Mapping[str, Any] | None) -> None:
+    if given is None and any(ranks.is_first for ranks in meshes):
+        raise ValueError(f"{this_rank()} is the mesh's first and has been given no states: give them to it, or to all")
 
 
-def _names_of(checkpoint: Checkpoint, number: int, group: Mapping[str, Any]) -> list[str]:
-    """Of the parameters of a group: its own, or ours where it has numbers only."""
-    if "param_names" in group:
-        return list(group["param_names"])
-    if all(isinstance(key, str) for key in group["params"]):
-        return list(group["params"])
-    names = names_in(checkpoint.groups[number]) if number < len(checkpoint.groups) else []
-    if len(names) != len(group["params"]):
-        raise ValueError(
-            f"{this_rank()}: group {number} of the state dict has {len(group['params'])} parameters without names, "
-            f"that of this optimizer {len(names)}: make groups as they were when it was saved"
-        )
-    return names
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and not value.ndim else value
 
 
-def _metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(value, Tensor):
+def _metadata(key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(value, Tensor) and key.startswith("state."):
         return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks=[])
     return BytesStorageMetadata()
 

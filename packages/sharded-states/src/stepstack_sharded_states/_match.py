@@ -52,23 +52,37 @@ class Match:
         saved = self._states.get(name, {})
         named.absent = not saved.keys() - {MASTER}
         wanted, found = named.tensors.keys() | named.numbers.keys(), list[str]()
-        if named.absent or not named.member.param.numel():
+        if not named.member.param.numel():
             return found
-        if name not in self._checkpoint.unforeseen:
+        found += named.unsavable
+        if not named.absent and name not in self._checkpoint.unforeseen:
             found += [f"it has no {state} of {name!r}" for state in sorted(wanted - saved.keys() - {MASTER})]
             found += [
                 f"it has {state} of {name!r}, which this optimizer has not: another kind wrote it, or other options"
                 for state in sorted(saved.keys() - wanted - {MASTER})
             ]
-        for state in sorted(saved.keys() & named.tensors.keys()):
-            what, there, dtype = f"its {state} of {name!r}", self._saved[saved[state]], named.tensors[state].dtype
-            if not isinstance(there, TensorStorageMetadata):
-                found.append(f"{what} is no tensor")
-            elif there.size != named.member.param.shape:
-                found.append(f"{what} has shape {tuple(there.size)}, the parameter {tuple(named.member.param.shape)}")
-            elif there.properties.dtype.is_floating_point != dtype.is_floating_point:
-                found.append(f"{what} is {there.properties.dtype}, here {dtype}")
+        for state, key in sorted(saved.items()):
+            difference = self._difference(named, state, self._saved[key])
+            if difference:
+                found.append(f"its {state} of {name!r} {difference}")
         return found
+
+    def _difference(self, named: Named, state: str, there: Any) -> str | None:
+        """Why what is saved can't be the state of that name."""
+        is_tensor, shape = isinstance(there, TensorStorageMetadata), named.member.param.shape
+        if state in named.tensors:
+            dtype = named.tensors[state].dtype
+            if not is_tensor:
+                return "is no tensor"
+            if there.size != shape:
+                return f"has shape {tuple(there.size)}, the parameter {tuple(shape)}"
+            if there.properties.dtype.is_floating_point != dtype.is_floating_point:
+                return f"is {there.properties.dtype}, here {dtype}"
+        elif is_tensor and len(there.size) and state in named.numbers:
+            return f"has shape {tuple(there.size)}, and is one number here"
+        elif is_tensor and len(there.size) and there.size != shape and state != MASTER:
+            return f"has shape {tuple(there.size)}, the parameter {tuple(shape)}"
+        return None
 
     def _read_states(self, name: str, named: Named, entries: dict[str, Any]) -> None:
         for state, key in self._states.get(name, {}).items():

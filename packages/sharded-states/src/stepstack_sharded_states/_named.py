@@ -27,6 +27,10 @@ class Named:
         """The numbers that have been loaded."""
         self.options: dict[str, Any] = {}
         """The options of its group that have been loaded."""
+        self.unsavable: list[str] = []
+        """States that a checkpoint can't hold, and why, in words."""
+        self.dropped: set[str] = set()
+        """States that the optimizer will not have any more, with the options that have been loaded."""
         self.absent = False
         """The checkpoint has no states of it: it had not made a step."""
 
@@ -65,6 +69,8 @@ class Named:
         if self.absent:
             self.inner.state.pop(self.piece, None)
             return
+        for state in self.dropped:
+            self.inner.state[self.piece].pop(state, None)
         for place in self.tensors.values():
             place.finish()
         if master is None or owned:

@@ -51,6 +51,12 @@ class Group:
         return {**self.options, "params": shards}
 
 
+def names_in(group: Group) -> list[str]:
+    """Those of its parameters, frozen ones too, in the order in which they were given."""
+    there = {name for name, _ in group.params + group.frozen}
+    return [name for name in group.order if name in there]
+
+
 def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     """Groups from what torch's optimizers take: parameters, (name, parameter) pairs, or dicts with either in "params".
 

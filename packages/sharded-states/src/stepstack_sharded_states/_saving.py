@@ -1,6 +1,7 @@
 """What a ShardedOptimizer saves and loads: for the same ranks, for any, and as a whole."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +15,9 @@ from stepstack_sharded_states._full_state import gather, spread
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
+from stepstack_sharded_states._together import agree
+
+Result = TypeVar("Result")
 
 
 class SavedStates(Optimizer):
@@ -68,7 +72,7 @@ class SavedStates(Optimizer):
 
         By parameter name, in logical shape: keys are those of torch's flattened optimizer states. Makes no states.
         """
-        return self._checkpoint().state_dict()
+        return self._named_checkpoint().state_dict()
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,7 +82,7 @@ class SavedStates(Optimizer):
         becomes what the parameter is, an option stays. Every rank of the mesh calls this. Raises ValueError on all of
         them where one can't take it.
         """
-        self._take(checkpoint_of(state_dict, self._checkpoint()), state_dict)
+        self._take(checkpoint_of(state_dict, self._agreed(self._named_checkpoint)), state_dict)
 
     @torch.no_grad()
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
@@ -87,14 +91,14 @@ class SavedStates(Optimizer):
         On the mesh's first rank and {} on others, or on all. Every rank of the mesh calls this. One state of one
         parameter travels at a time. Masters are there as `master_weight`.
         """
-        return gather(self._checkpoint(), to_all=not rank0_only)
+        return gather(self._agreed(self._checkpoint), to_all=not rank0_only)
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Take a whole state dict, by number or name, that the mesh's first rank has (others None), or all, after the
         model's. Every rank of the mesh calls this. Raises ValueError on all of them where one doesn't fit.
         """
-        checkpoint = self._checkpoint()
+        checkpoint = self._agreed(self._checkpoint)
         self._take(checkpoint, spread(checkpoint, state_dict))
 
     @torch.no_grad()
@@ -116,6 +120,15 @@ class SavedStates(Optimizer):
         self._listing.make_local()
         groups, buckets, check = self._listing.groups, self._backward.buckets, self._backward.check_used
         return Checkpoint(groups, buckets, self._inner, self.param_groups, self._distribution.ranks, check)
+
+    def _named_checkpoint(self) -> Checkpoint:
+        checkpoint = self._checkpoint()
+        checkpoint.check_named()
+        return checkpoint
+
+    def _agreed(self, function: Callable[[], Result]) -> Result:
+        """What the function returns; ValueError or TypeError on all ranks of the meshes if it raises on one."""
+        return agree(self._distribution.ranks, self._backward.buckets[0].params.device, function)
 
     def _take(self, checkpoint: Checkpoint, entries: dict[str, Any]) -> None:
         self._gather.finish()

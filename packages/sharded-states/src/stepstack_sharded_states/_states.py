@@ -45,6 +45,33 @@ def scalars_of(inner: Optimizer, piece: Tensor) -> dict[str, Any]:
     }
 
 
+def unsavable(inner: Optimizer, piece: Tensor) -> dict[str, str]:
+    """Those that are neither, and what they are, in words: a checkpoint would lose them, or nobody could read it."""
+    if hasattr(inner, "numbers"):
+        return {}
+    kinds: dict[str, str] = {}
+    for name, value in inner.state.get(piece, {}).items():
+        if isinstance(value, Tensor):
+            if (kind := of_another_kind(value)) is not None:
+                kinds[name] = kind
+            elif value.ndim and value.shape != piece.shape:
+                kinds[name] = f"a tensor of shape {tuple(value.shape)}"
+        elif not isinstance(value, int | float | None):
+            kinds[name] = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    return kinds
+
+
+def of_another_kind(value: Tensor) -> str | None:
+    """What a tensor is that is not a plain one: numbers in memory, as many as it has elements. None for a plain one."""
+    if type(value) not in (Tensor, Parameter):
+        return f"a {type(value).__module__}.{type(value).__qualname__}"
+    if value.layout is not torch.strided:
+        return f"of layout {value.layout}"
+    if value.is_quantized or value.is_meta or value.is_complex():
+        return "quantized" if value.is_quantized else "on the meta device" if value.is_meta else f"{value.dtype}"
+    return None
+
+
 def foreseen(
     inner: Optimizer, options: dict[str, Any], like: Tensor
 ) -> tuple[dict[str, Tensor | Coded], dict[str, Any]] | None:
