@@ -246,6 +246,24 @@ def test_a_parameter_is_followed_to_its_shard():
     assert grads_of([parameter])[0] is parameter.grad
 
 
+def test_a_decoupled_gradient_counts_where_there_is_no_other():
+    parameter = nn.Parameter(random(4).bfloat16())
+    parameter.decoupled_grad = random(4)
+    assert grads_of([parameter])[0] is parameter.decoupled_grad
+    parameter.grad = random(4).bfloat16()
+    assert grads_of([parameter])[0] is parameter.grad
+    parameter.grad_shard = random(2)
+    assert grads_of([parameter])[0] is parameter.grad_shard
+
+
+@pytest.mark.parametrize("name", ["grad_shard", "decoupled_grad"])
+def test_a_gradient_in_an_attribute_is_a_tensor(name):
+    parameter = nn.Parameter(random(4))
+    setattr(parameter, name, [1.0])
+    with pytest.raises(TypeError, match=f"{name} is a Tensor or DTensor, not list"):
+        grads_of([parameter])
+
+
 @pytest.mark.parametrize(
     ("grads", "error", "words"),
     [

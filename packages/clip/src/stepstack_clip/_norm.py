@@ -45,8 +45,8 @@ def clip_grad_norm_(
     is there for that and changes nothing. The norm is `stepstack_gradnorm.total_norm` of the gradients: a plain 0-d
     fp32 tensor, also for DTensors, the same on every rank of their mesh.
 
-    `parameters`: a tensor or an iterable; one without a gradient is skipped, one whose gradient is in the hands of a
-    sharded optimizer (attribute `grad_shard`) is followed to its shard, one that occurs twice is scaled once.
+    `parameters`: a tensor or an iterable; one without a gradient is skipped, one whose gradient is in `grad_shard` (in
+    the hands of a sharded optimizer) or in `decoupled_grad` is followed there, one that occurs twice is scaled once.
     `parts`: a Part or Parts of *parameters*, for those that ranks hold different pieces of. One that `parameters` has
     too counts in its Part.
     `nonfinite`: what happens if the norm is not finite. "keep" (default) leaves the gradients as they are, "zero" makes

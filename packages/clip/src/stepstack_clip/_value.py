@@ -15,7 +15,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """Bring every element of the gradients into [-clip_value, clip_value], in place; NaN stays.
 
     Takes what `torch.nn.utils.clip_grad_value_` takes (`foreach` changes nothing), for any mix of tensors and DTensors,
-    and follows parameters of a sharded optimizer to their shards. No communication, no host sync. TypeError for a
+    and follows `grad_shard` and `decoupled_grad`. No communication, no host sync. TypeError for a
     complex gradient; ValueError for a DTensor that is Partial (its elements are not known to any rank) and if
     `clip_value` is negative or NaN; nothing is touched then.
     """

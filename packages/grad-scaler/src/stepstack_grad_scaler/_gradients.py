@@ -24,7 +24,8 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool = True) -> LocalGr
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for number, parameter in enumerate(parameters_of(optimizer)):
         # A gradient of a dtype that its parameter does not allow is in `decoupled_grad`.
-        gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "decoupled_grad", None)
+        place = "grad" if parameter.grad is not None else "decoupled_grad"
+        gradient = getattr(parameter, place, None)
         if gradient is None:
             continue
         if gradient.dtype == torch.float16 and not allow_fp16:
@@ -35,7 +36,8 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool = True) -> LocalGr
             )
         if gradient.is_sparse:
             if gradient.dtype == torch.float16:
-                parameter.grad = gradient = gradient.coalesce()
+                gradient = gradient.coalesce()
+                setattr(parameter, place, gradient)
             gradient = gradient._values()
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         # Of a lazy conjugate or negative, the memory beneath: it is as finite, and is multiplied as well.

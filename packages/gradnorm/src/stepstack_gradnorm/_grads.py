@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 def grads_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """The gradients of parameters, one for each, in their order.
 
-    A parameter with an attribute `grad_shard` that is not None, a Tensor or DTensor, has its gradient there (a sharded
-    optimizer says so). Where there is no gradient stands an empty one: a DTensor over the mesh of the parameter, if
-    that is a DTensor. So a rank without a gradient takes part in the same reductions as the others.
+    The gradient of a parameter is the first of `grad_shard` (so a sharded optimizer says where it is), `grad` and
+    `decoupled_grad` (one of a dtype that `grad` may not have) that is there and not None. Without any of them stands an
+    empty one: a DTensor over the mesh of the parameter, if that is a DTensor. So a rank without a gradient takes part
+    in the same reductions as the others. TypeError for what is neither a parameter nor an iterable of them.
     """
     return [_grad_of(parameter) for parameter in ((parameters,) if isinstance(parameters, Tensor) else parameters)]
 
@@ -21,13 +22,21 @@ def grads_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def _grad_of(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"a parameter is a Tensor, not {type(parameter).__name__}: {str(parameter)[:60]}")
-    shard = getattr(parameter, "grad_shard", None)
-    if shard is not None:
-        if not isinstance(shard, Tensor):
-            raise TypeError(f"grad_shard is a Tensor or DTensor, not {type(shard).__name__}")
-        return shard
-    if parameter.grad is not None:
-        return parameter.grad
+    grad = getattr(parameter, "grad_shard", None)
+    if grad is None:
+        grad = parameter.grad
+    if grad is None:
+        grad = getattr(parameter, "decoupled_grad", None)
+    if grad is None:
+        return _missing(parameter)
+    if not isinstance(grad, Tensor):
+        name = "grad_shard" if grad is getattr(parameter, "grad_shard", None) else "decoupled_grad"
+        raise TypeError(f"{name} is a Tensor or DTensor, not {type(grad).__name__}")
+    return grad
+
+
+def _missing(parameter: Tensor) -> Tensor:
+    """An empty gradient that takes part in the same reductions as one that is there."""
     if isinstance(parameter, DTensor):
         return DTensor.from_local(
             parameter.to_local().new_empty(0),
