@@ -29,6 +29,11 @@ def test_tests_import_only_what_their_group_adds(folder):
 
 
 @each_folder
+def test_what_src_declares_it_imports(folder):
+    assert idle_declarations(folder) == []
+
+
+@each_folder
 def test_arrows_point_down_only(folder):
     assert wrong_arrows(folder) == []
 
@@ -66,6 +71,11 @@ def test_an_undeclared_import_of_a_test_is_seen(make, tmp_path):
     (folder / "tests" / "test_norm.py").write_text(source)
     (folder / "tests" / "vectors.py").touch()
     assert undeclared_imports(folder, "tests", group="test") == ["test_norm.py:2 hypothesis"]
+
+
+def test_a_declaration_that_nothing_imports_is_seen(make):
+    folder = make("packages/norm", "import torch", dependencies=["torch>=2.10", "stepstack-clip==0.1", "tqdm"])
+    assert idle_declarations(folder) == ["stepstack_clip", "tqdm"]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +146,13 @@ def undeclared_imports(folder: Path, part: str, group: str | None = None) -> lis
         for where, name, optional in imports(folder / part)
         if not (optional or declared & {name, *(dist.replace("-", "_") for dist in INSTALLED.get(name, ()))})
     ]
+
+
+def idle_declarations(folder: Path) -> list[str]:
+    """The distributions that pyproject declares and `src` never imports."""
+    imported = {name for _, name, _ in imports(folder / "src")}
+    imported |= {dist.replace("-", "_") for name in imported for dist in INSTALLED.get(name, ())}
+    return sorted(declared_names(folder) - imported - {"numpy"})  # without which torch warns, so tests bring it
 
 
 def wrong_arrows(folder: Path) -> list[str]:

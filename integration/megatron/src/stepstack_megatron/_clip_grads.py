@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stepstack_clip import clip_coefficient, multiply_
 from stepstack_gradnorm import Part, grads_of, total_norm
+from stepstack_megatron._parallel import counts_once
 from stepstack_megatron._zeros import zeros_in
 
 
@@ -63,12 +64,8 @@ def count_zeros_fp32(
     RuntimeError where Megatron is not loaded. A DTensor is added up over its mesh as well.
     All ranks of the group call it. Counts are integers, where Megatron's are fp32 and inexact from 2²⁴ on.
     """
-    first = _is_first(tp_group)
-    counted = [
-        param
-        for param in _listed(parameters)
-        if not getattr(param, "shared", False) and (first or getattr(param, "tensor_model_parallel", False))
-    ]
+    tensor_rank = _tensor_rank(tp_group)
+    counted = [param for param in _listed(parameters) if counts_once(param, tensor_rank)]
     return zeros_in([Part(_grads(counted, use_decoupled_grad), group_or_world(grad_stats_parallel_group))])
 
 
@@ -97,13 +94,13 @@ def _grads(params: list[Tensor], decoupled: bool) -> list[Tensor]:
     return [param.detach().new_empty(0) if grad is None else grad for param, grad in zip(params, grads, strict=True)]
 
 
-def _is_first(tp_group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank is the one of its tensor-parallel group on which duplicates count."""
+def _tensor_rank(tp_group: dist.ProcessGroup | None) -> int:
+    """This rank's place in its tensor-parallel group; duplicates count on the first."""
     if tp_group is not None:
-        return tp_group.rank() == 0
+        return tp_group.rank()
     parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is None:
         raise RuntimeError(
             "tp_group=None is Megatron's own tensor-parallel group, and megatron.core is not loaded here: pass tp_group"
         )
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+    return int(parallel_state.get_tensor_model_parallel_rank())

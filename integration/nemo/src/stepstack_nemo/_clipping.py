@@ -7,9 +7,8 @@ from torch import Tensor
 
 from stepstack_clip import clip_coefficient, clip_grad_value_, multiply_
 from stepstack_gradnorm import grads_of
+from stepstack_megatron import model_norm, parallel_state
 from stepstack_nemo._methods import ApexMethods
-from stepstack_nemo._norm import model_norm
-from stepstack_nemo._parallel import parallel_state
 
 
 def configure_gradient_clipping(

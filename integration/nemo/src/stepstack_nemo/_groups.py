@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from stepstack_nemo._parallel import is_expert
+from stepstack_megatron import is_expert
 
 Item: TypeAlias = Parameter | tuple[str, Parameter]
 

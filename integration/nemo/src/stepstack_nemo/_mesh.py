@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from stepstack_nemo._parallel import is_expert, parallel_state
+from stepstack_megatron import is_expert, parallel_state
 from stepstack_sharded_states import within_node_mesh
 
 

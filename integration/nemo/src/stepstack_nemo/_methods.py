@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from stepstack_clip import clip_coefficient
+from stepstack_megatron import is_expert, model_norm, parallel_state
 from stepstack_nemo._checkpoint import Held, loaded, sharded_for_megatron, whole
 from stepstack_nemo._mesh import Meshes
-from stepstack_nemo._norm import model_norm
-from stepstack_nemo._parallel import is_expert, parallel_state
 from stepstack_nemo._pending import Pending
 from stepstack_nemo._unscale import agree_on, check_stage, inverse_of, tell_scaler, unscale_
 from stepstack_sharded_states import ShardedOptimizer

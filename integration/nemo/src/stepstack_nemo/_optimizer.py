@@ -9,11 +9,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from stepstack_fused_adam import FusedAdam
+from stepstack_megatron import is_expert, parallel_state
 from stepstack_nemo._arguments import precision, refuse
 from stepstack_nemo._groups import apart, as_groups, check_hook_flags, param_of, trained
 from stepstack_nemo._mesh import Meshes, Spread
 from stepstack_nemo._methods import ApexMethods
-from stepstack_nemo._parallel import is_expert, parallel_state
 from stepstack_nemo._pending import Pending
 from stepstack_nemo._rates import LearningRates
 

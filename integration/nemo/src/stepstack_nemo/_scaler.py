@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import stepstack_grad_scaler
+from stepstack_megatron import parallel_state
 from stepstack_nemo._methods import ApexMethods
-from stepstack_nemo._parallel import parallel_state
 from stepstack_nemo._unscale import agree_on
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from stepstack_gradnorm import Part, total_norm
-from stepstack_nemo._parallel import ParallelState, counts_once, is_expert
+from stepstack_megatron._parallel import ParallelState, counts_once, is_expert
 
 
 def model_norm(
