@@ -76,7 +76,13 @@ def swap(optimizer):
     first["params"], second["params"] = second["params"], first["params"]
 
 
+def add_again(optimizer):
+    params = [take(optimizer, 0, 0), take(optimizer, 2, 1)]
+    optimizer.add_param_group({"params": [("p0", params[0]), ("p5", params[1])], "lr": 0.03, "weight_decay": 0.2})
+
+
 EDITS = {
+    "parameters taken out and added as a group": add_again,
     "a parameter taken out": lambda o: take(o, 0, 0),
     "a parameter moved": move,
     "a group emptied": lambda o: o.param_groups[0].update(params=[]),
@@ -122,3 +128,141 @@ def test_edits_between_steps_end_where_torch_s_optimizer_ends(world):
     for of_rank in on_ranks(world, check):
         for name, params in of_rank.items():
             assert_near(params, expected[name], name)
+
+
+def test_the_model_s_parameters_may_stand_for_their_shards():
+    params = fresh()
+    expected = after_edit([0], False, lambda o: o.param_groups[2].update(params=o.param_groups[2]["params"][:1]))
+    optimizer = make(params, True)
+    steps(params, optimizer, range(3), [0])
+    optimizer.param_groups[2]["params"] = [param for param in params if param.shape == (3,)]
+    steps(params, optimizer, range(3, 6), [0])
+    assert_near([param.detach() for param in params], expected, "by the model's parameters")
+
+
+def test_a_parameter_that_is_out_keeps_its_states_and_its_gradients_as_in_torch():
+    def train(make):
+        params = fresh()
+        optimizer = make(params)
+        steps(params, optimizer, range(2), [0])
+        out = take(optimizer, 0, 0)
+        for number in range(2, 5):  # nobody zeroes its gradient
+            backward(params, number, [0])
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.param_groups[1]["params"].append(out)
+        kept = params[0].grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps(params, optimizer, range(5, 7), [0])
+        return [kept, *(param.detach() for param in params)]
+
+    expected = train(lambda params: make(params, False))
+    for options in ({}, {"shard_gradients": True}, {"fused": True}):
+        found = train(lambda params, options=options: make(params, True, **options))
+        assert_near(found, expected, str(options))
+
+
+def test_states_of_a_parameter_that_is_out_are_neither_saved_nor_kept_over_a_load():
+    params = fresh()
+    optimizer = make(params, True)
+    steps(params, optimizer, range(2), [0])
+    out = take(optimizer, 0, 0)
+    saved = optimizer.state_dict()
+    assert [group["params"] for group in saved["param_groups"]] == [[0], [1, 2], [3, 4]]
+    assert sorted(saved["state"]) == [0, 1, 2, 3, 4]
+    assert out in optimizer.state
+    optimizer.load_state_dict(saved)
+    assert out not in optimizer.state
+    assert set(optimizer.state) == {shard for group in optimizer.param_groups for shard in group["params"]}
+
+
+def test_whole_state_dicts_have_groups_as_they_were_edited():
+    params, plain_params = fresh(), fresh()
+    optimizer, plain = make(params, True), make(plain_params, False)
+    for each, its_params in ((optimizer, params), (plain, plain_params)):
+        move(each)
+        take(each, 2, 0)
+        each.param_groups.reverse()
+        steps(its_params, each, range(2), [0])
+    whole = optimizer.full_state_dict()
+    names = [group["param_names"] for group in whole["param_groups"]]
+    assert names == [["p5"], ["p3"], ["p0", "p1", "p2"]]
+    assert [group["params"] for group in whole["param_groups"]] == [[0], [1], [2, 3, 4]]
+    plain.load_state_dict(whole)
+    steps(params, optimizer, range(2, 4), [0])
+    steps(plain_params, plain, range(2, 4), [0])
+    assert_near([param.detach() for param in params], [param.detach() for param in plain_params], "after a load")
+
+
+def test_states_made_like_a_shard_are_taken_for_its_local_part():
+    def check(rank):
+        p = nn.Parameter(torch.ones(200))
+        optimizer = ShardedOptimizer([("p", p)], torch.optim.SGD, lr=0.1, momentum=0.9)
+        steps([p], optimizer, range(1), [0])
+        shard = optimizer.param_groups[0]["params"][0]
+        optimizer.state[shard]["momentum_buffer"] = torch.zeros_like(shard)
+        return optimizer.full_state_dict(rank0_only=False)["state"][0]["momentum_buffer"]
+
+    for momentum in on_ranks(2, check):
+        assert torch.equal(momentum, torch.zeros(200))
+
+
+def add_stranger(optimizer):
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+
+
+REFUSED = {
+    "is no parameter of this optimizer.*add_param_group": add_stranger,
+    "'p0', is in group 0 too and would be stepped twice": lambda o: o.param_groups.extend(o.param_groups),
+    "'p2', is in group 1 too and would be stepped twice": lambda o: o.param_groups[1]["params"].append(
+        o.param_groups[1]["params"][0]
+    ),
+    r"param_groups\[1\] must be a dict with a list in 'params'": lambda o: o.param_groups[1].pop("params"),
+    r"param_groups\[0\] must be a dict with a list": lambda o: o.param_groups[0].update(params=torch.ones(3)),
+    r"param_groups\[3\] must be a dict with a list": lambda o: o.param_groups.append([]),
+}
+
+
+@pytest.mark.parametrize(("message", "edit"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_edits_that_are_not_followed_are_refused_by_name_wherever_they_would_count(message, edit):
+    params = fresh()
+    optimizer = make(params, True)
+    steps(params, optimizer, range(2), [0])
+    before = [param.detach().clone() for param in params]
+    edit(optimizer)
+    backward(params, 2, [0])
+    for use in (optimizer.step, optimizer.grad_shards, optimizer.state_dict, optimizer.full_state_dict):
+        with pytest.raises((TypeError, ValueError), match=message):
+            use()
+    assert all(map(torch.equal, params, before))
+
+
+def test_an_option_that_is_removed_is_gone_for_the_inner_optimizer_too():
+    params = fresh()
+    optimizer = make(params, True)
+    del optimizer.param_groups[1]["weight_decay"]
+    backward(params, 0, [0])
+    with pytest.raises(KeyError, match="weight_decay"):  # as torch.optim.AdamW says
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks differed")
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("edit", ["a parameter taken out", "a parameter moved", "the first group deleted"])
+def test_a_rank_that_edits_alone_trains_nothing_rather_than_its_own_way(edit, find_unused):
+    def check(rank):
+        params = fresh()
+        optimizer = make(params, True, fused=True, find_unused_parameters=find_unused)
+        steps(params, optimizer, range(1), [0])
+        before = [param.detach().clone() for param in params]
+        if rank == 1:
+            EDITS[edit](optimizer)
+        if find_unused:
+            with pytest.raises(RuntimeError, match=f"rank {rank}: .*param_groups"):
+                steps(params, optimizer, range(1, 3), [0])
+        else:
+            steps(params, optimizer, range(1, 3), [0])
+        return all(map(torch.equal, params, before))
+
+    assert on_ranks(2, check) == [True, True]

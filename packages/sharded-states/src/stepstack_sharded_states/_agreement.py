@@ -84,7 +84,8 @@ class Skipped:
         warnings.warn(
             f"{this_rank()}: ranks differed in which parameters have a gradient, so a step was skipped on all of them, "
             "though no gradient need have been infinite. With find_unused_parameters=True a gradient on one rank "
-            "counts for all; further steps like this one are not reported",
+            "counts for all; edits of param_groups have to be the same on all. Further steps like this one are not "
+            "reported",
             stacklevel=3,
         )
 

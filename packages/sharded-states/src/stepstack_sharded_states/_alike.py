@@ -1,7 +1,7 @@
 """What all ranks of a mesh must be given alike, as lines of text; and how one that refuses it tells the others."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepstack_sharded_states._mesh import Ranks
+from stepstack_sharded_states._params import Group
 
 _READ = 64  # elements of a tensor that are compared, beside its shape and dtype
 
@@ -30,16 +31,15 @@ def announced(ranks: Callable[[], tuple[Ranks, torch.device]]) -> Iterator[None]
         raise
 
 
-def likely_device(mesh: Any, params: list[Tensor]) -> torch.device:
-    """Where ranks compare: on the parameters' device, or, where those are not known, where the others' will be."""
-    for param in params:
-        if param.device.type != "meta":
-            return param.device
-    if isinstance(mesh, DeviceMesh):
-        kind = mesh.device_type
-    else:
-        kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
-    return torch.device(kind)
+def likely_ranks(mesh: DeviceMesh | None, groups: Sequence[Group]) -> tuple[Ranks, torch.device]:
+    """Who compares, and where: on the parameters' device, or, where those are not known, where the others' will be."""
+    devices = [param.device for group in groups for _, param in group.params if param.device.type != "meta"]
+    if not devices and mesh is not None:
+        devices = [torch.device(mesh.device_type)]
+    elif not devices:
+        has_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        devices = [torch.device("cuda" if has_gpus else "cpu")]
+    return Ranks(mesh, devices[0].type if mesh is None else mesh.device_type), devices[0]
 
 
 def lines(what: str, values: Mapping[str, Any]) -> list[str]:

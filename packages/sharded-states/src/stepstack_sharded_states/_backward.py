@@ -1,6 +1,7 @@
 """What happens during backward: gradients arrive, full buckets are launched, the last of them waits."""
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,6 +23,8 @@ class Backward:
         self.buckets: list[Bucket] = []
         self._find_unused, self._zero_fill_unused = find_unused, zero_fill_unused
         self.synchronising = True
+        self.before_reducing: Callable[[], None] = _nothing
+        """Called at the first gradient of each backward that reduces: which parameters are listed may change in it."""
         self._launched = 0
         self._end: weakref.ref[Callable[[], None]] | None = None  # what the engine calls at the end of this backward
         self._stepped = False
@@ -89,6 +92,9 @@ class Backward:
             return  # another optimizer has taken the parameter, or it was moved: then step() says so
         self._check_last_backward()
         self._start_afresh()
+        reduces = self.synchronising or bucket.gradients.reduces_always
+        if reduces and self._end is None:
+            self.before_reducing()
         listed = member.group is not None
         if bucket.launched and listed:
             raise RuntimeError(
@@ -98,7 +104,7 @@ class Backward:
             )
         if listed:
             self._take(bucket, member)
-        if self.synchronising or bucket.gradients.reduces_always:
+        if reduces:
             self._follow_to_its_end()
             bucket.arrived.add(member)
             self._launch_full()
@@ -166,10 +172,22 @@ class Backward:
             bucket.gradients.differ = None  # they may
         for ranks, members in of_mesh.items():
             device = members[0].param.device
-            used = torch.tensor([member.used for member in members], dtype=torch.int32, device=device)
-            ranks.all_reduce_max(used)
-            for member, anywhere in zip(members, used.tolist(), strict=True):  # waits: the host decides what to step
+            groups = zlib.crc32(repr([member.group for member in members]).encode()) >> 2
+            here = [*(member.used for member in members), groups, -groups]
+            found = torch.tensor(here, dtype=torch.int32, device=device)
+            ranks.all_reduce_max(found)
+            *used, highest, lowest = found.tolist()  # waits: the host decides what to step
+            if highest != -lowest:
+                raise RuntimeError(
+                    f"{this_rank()}: ranks differ in which of param_groups lists which parameters: edit them alike on "
+                    "all ranks of the mesh"
+                )
+            for member, anywhere in zip(members, used, strict=True):
                 member.used = bool(anywhere) and member.group is not None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _calling(

@@ -35,6 +35,8 @@ class Member:
     shard: Tensor
     shard_grad: Tensor
     missing_grad: Tensor
+    grad_storage: int
+    """The address of the bucket's gradients."""
     owner: Hashable = None
     """Of its norm."""
     group: int | None = 0
@@ -50,8 +52,11 @@ class Member:
 
     def leave(self) -> None:
         """No group lists it any more: its gradient is not taken in, and stays where autograd leaves it."""
-        self.group, self.used, self.unreduced, self.param.grad = None, False, False, None
+        self.group, self.used, self.unreduced = None, False, False
         self.show(None)
+        grad = self.param.grad
+        if grad is not None and grad.untyped_storage().data_ptr() == self.grad_storage:
+            self.param.grad = None
 
     def hide(self) -> None:
         """Let nobody look for this parameter's gradient here any more."""
@@ -219,6 +224,7 @@ def _member(
         shard=ranks.sharded(bucket.inner_params[mine], numel),
         shard_grad=ranks.sharded(bucket.gradients.slice[mine], numel),
         missing_grad=missing,
+        grad_storage=bucket.gradients.slice.untyped_storage().data_ptr(),
     )
     for tensor in (member.shard, member.piece):
         if tensor is not None:

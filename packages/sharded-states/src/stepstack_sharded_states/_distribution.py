@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from stepstack_sharded_states._alike import lines
+from stepstack_sharded_states._alike import announced, lines
 from stepstack_sharded_states._bucket import Bucket, Member, Storage, build
 from stepstack_sharded_states._gradients import Gradients, Reduction, ViewedGradients
 from stepstack_sharded_states._layout import Entry, choose, dense_stride, plan
@@ -86,6 +87,10 @@ class Distribution:
     def main(self) -> Ranks:
         """Those of the optimizer's own mesh."""
         return self._ranks[self.mesh]
+
+    def announced(self) -> AbstractContextManager[None]:
+        """What is raised in it is raised on the other ranks of the main mesh too, which `compare` meanwhile."""
+        return announced(lambda: (self.main, self.device))
 
     @property
     def ranks(self) -> Collection[Ranks]:

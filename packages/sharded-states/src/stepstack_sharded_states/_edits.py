@@ -5,7 +5,7 @@ others are listed than before. The two share the dict that a parameter's states 
 none, has to be noticed.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -44,6 +44,41 @@ class Listing:
             self._known |= {id(member.shard): member, id(member.param): member}
         self.groups = [*self.groups, *groups]
         self._note(param_groups)
+
+    def of_model(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """The group with the model's parameters where it has shards of them."""
+        given = param_group.get("params")
+        items = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor | set) else [given]
+        return {**param_group, "params": [self._param_of(item) for item in items]}
+
+    def set_apart(self, group: Group) -> dict[int, tuple[str, Member]]:
+        """Take out of a new group, by place, the parameters that are in buckets already: a group listed them before."""
+        back = {
+            place: (name, member)
+            for place, (name, param) in enumerate(group.params)
+            if (member := self.member_of(param)) is not None
+        }
+        if back and (group.mesh is not None or group.grad_divisor is not None):
+            name = next(iter(back.values()))[0]
+            raise ValueError(
+                f"{this_rank()}: parameter {name!r} was in this optimizer before, and its bucket keeps its mesh and "
+                "grad_divisor: give none for it"
+            )
+        group.params = [pair for place, pair in enumerate(group.params) if place not in back]
+        return back
+
+    def put_back(self, group: Group, back: Mapping[int, tuple[str, Member]]) -> None:
+        """Put what was set apart where it was, beside the members that the others have become."""
+        for place, (name, member) in back.items():
+            member.name = name
+            group.params.insert(place, (name, member.param))
+            group.members.insert(place, member)
+
+    def _param_of(self, item: Any) -> Any:
+        if isinstance(item, tuple):
+            return (item[0], *map(self._param_of, item[1:]))
+        member = self.member_of(item)
+        return item if member is None else member.param
 
     def follow(self, param_groups: list[dict[str, Any]]) -> None:
         """Make the groups, and those of the inner optimizer, what the callers' have become, if they are not.
@@ -109,7 +144,7 @@ class Listing:
 
     def _is_as_noted(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         return len(param_groups) == len(self._seen) and all(
-            group is seen and _same(group["params"], listed)
+            group is seen and _same(group.get("params", ()), listed)
             for group, (seen, listed) in zip(param_groups, self._seen, strict=True)
         )
 

@@ -1,7 +1,8 @@
 """`ShardedOptimizer`: the optimizer that a training loop holds."""
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 
 import torch
@@ -10,15 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from stepstack_sharded_states._agreement import Skipped, agreed, objections
-from stepstack_sharded_states._alike import announced, likely_device, lines
+from stepstack_sharded_states._alike import announced, likely_ranks, lines
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
-from stepstack_sharded_states._mesh import Ranks, this_rank
-from stepstack_sharded_states._params import Group, check_elementwise, check_in_place, check_mesh, read_groups, refuse
+from stepstack_sharded_states._mesh import this_rank
+from stepstack_sharded_states._params import (
+    Group,
+    check_elementwise,
+    check_in_place,
+    check_mesh,
+    check_trainable,
+    name_alike,
+    read_groups,
+    refuse,
+)
 from stepstack_sharded_states._saving import SavedStates
 
 
@@ -102,9 +112,11 @@ class ShardedOptimizer(SavedStates):
         **optimizer_kwargs: Any,
     ) -> None:
         groups: list[Group] = []
-        with self._announced(mesh, groups):
+        with announced(lambda: likely_ranks(mesh, groups)):
             check_elementwise(optimizer_class)
             groups += read_groups(params)
+            check_trainable(groups)
+            name_alike(groups)
             check_mesh(mesh)
             device = next(param for group in groups for _, param in group.params).device
             refuse(groups, device.type if mesh is None else mesh.device_type)
@@ -122,13 +134,14 @@ class ShardedOptimizer(SavedStates):
                 bucket_cap_mb=bucket_cap_mb,
                 norm_owner=norm_owner,
             )
-            self._gather, self._skipped = Gather(), Skipped()
+        self._gather, self._skipped = Gather(), Skipped()
+        with self._distribution.announced():
             of_backward = {"find_unused": find_unused_parameters, "zero_fill_unused": zero_fill_unused}
             self._backward = Backward(**of_backward)
             of_class = {"optimizer_class": optimizer_class, **optimizer_kwargs}
             planned = self._distribution.plan(groups, lines("option", {**of_class, **of_backward}))
         buckets = self._distribution.buckets_of(planned)
-        with self._announced(mesh, groups):
+        with self._distribution.announced():
             self._inner = optimizer_class([group.of_pieces() for group in groups], **optimizer_kwargs)
             super().__init__([group.of_shards() for group in groups], self._inner.defaults)
             self._listing = Listing(self._inner)
@@ -136,6 +149,7 @@ class ShardedOptimizer(SavedStates):
             copy_options(self._inner.param_groups, self.param_groups)
         self._distribution.compare(planned.options(self._inner.param_groups))
         self._backward.follow(buckets)
+        self._backward.before_reducing = _looking(weakref.ref(self))
         self._listing.show_states(self.state)
 
     @overload
@@ -242,20 +256,26 @@ class ShardedOptimizer(SavedStates):
         self._gather.finish()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, in buckets of their own, between steps. Every rank of the mesh calls this."""
+        """Add parameters between steps: new ones in buckets of their own, or such as were taken out of their group.
+
+        Every rank of the mesh calls this.
+        """
         if not hasattr(self, "_listing"):  # torch's constructor adds what ours has cut already
             super().add_param_group(param_group)
             return
         self._gather.finish()
-        with self._announced(self._distribution.mesh, self._listing.groups):
+        with self._distribution.announced():
             self._follow_edits()
             if not isinstance(param_group, dict):
                 raise TypeError(f"{this_rank()}: a parameter group must be a dict, got {type(param_group)}")
-            groups = read_groups([param_group], first_group=len(self._listing.groups))
+            groups = read_groups([self._listing.of_model(param_group)], first_group=len(self._listing.groups))
+            name_alike(groups, self._listing.groups)
             refuse(groups, self._distribution.device.type, taken=[member.param for member in self._members()])
-            planned = self._distribution.plan(groups)
+            back = self._listing.set_apart(groups[0])
+            planned = self._distribution.plan(groups, [f"parameter {name!r}, again" for name, _ in back.values()])
         buckets = self._distribution.buckets_of(planned)
-        with self._announced(self._distribution.mesh, self._listing.groups):
+        self._listing.put_back(groups[0], back)
+        with self._distribution.announced():
             self._inner.add_param_group(groups[0].of_pieces())
             super().add_param_group(groups[0].of_shards())
         added = [param for _, param in groups[0].params]
@@ -267,17 +287,6 @@ class ShardedOptimizer(SavedStates):
         self._backward.follow(buckets)
         self._listing.show_states(self.state)
 
-    def _announced(self, mesh: DeviceMesh | None, groups: list[Group]) -> AbstractContextManager[None]:
-        """What is raised in it is raised on the mesh's other ranks too."""
-
-        def ranks() -> tuple[Ranks, torch.device]:
-            if hasattr(self, "_distribution"):
-                return self._distribution.main, self._distribution.device
-            device = likely_device(mesh, [param for group in groups for _, param in group.params])
-            return Ranks(mesh, device.type if mesh is None else mesh.device_type), device
-
-        return announced(ranks)
-
     def _members(self) -> Iterator[Member]:
         return (member for group in self._listing.groups for member in group.members)
 
@@ -286,6 +295,16 @@ class ShardedOptimizer(SavedStates):
         if found_inf is not None or getattr(self._inner, "_step_supports_amp_scaling", False):  # else it would raise
             self._skipped.note(buckets, meshes)
         return agreed(found_inf, buckets, meshes, already=already)
+
+
+def _looking(optimizer: "weakref.ref[ShardedOptimizer]") -> Callable[[], None]:
+    def look() -> None:
+        alive = optimizer()
+        if alive is not None:
+            with suppress(TypeError, ValueError):  # the step says so, with nothing changed
+                alive._listing.follow(alive.param_groups)
+
+    return look
 
 
 def _shown_grad(member: Member) -> Tensor:

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def overlap(named: Iterable[tuple[str, Parameter]]) -> tuple[str, str] | None:
@@ -13,7 +13,7 @@ def overlap(named: Iterable[tuple[str, Parameter]]) -> tuple[str, str] | None:
     lying = [
         (param.data_ptr(), name, param)
         for name, param in named
-        if param.numel() and param.device.type != "meta" and not isinstance(param, DTensor)
+        if param.numel() and param.device.type != "meta" and _has_memory(param)
     ]
     reaching: list[tuple[str, Parameter]] = []  # those that may reach beyond where the next one begins
     for start, name, param in sorted(lying, key=lambda place: place[0]):
@@ -23,6 +23,11 @@ def overlap(named: Iterable[tuple[str, Parameter]]) -> tuple[str, str] | None:
                 return other_name, name
         reaching.append((name, param))
     return None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Of its own, rather than that of several tensors."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def _end(tensor: Tensor) -> int:

@@ -1,6 +1,6 @@
 """What a caller may hand to an optimizer, read and checked once."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._mesh import this_rank
@@ -19,6 +20,7 @@ from stepstack_sharded_states._overlap import overlap
 _NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
+_NOT_OPTIONS = ("params", "param_names", "mesh", "grad_divisor")
 _WRAPPERS = (
     "_orig_mod.",
     "_checkpoint_wrapped_module.",
@@ -47,8 +49,8 @@ class Group:
 
     def of_shards(self) -> dict[str, Any]:
         """This group as callers see it."""
-        shards = [(member.name, member.shard) if self.named else member.shard for member in self.members]
-        return {**self.options, "params": shards}
+        names = {"param_names": [member.name for member in self.members]} if self.named else {}
+        return {**self.options, **names, "params": [member.shard for member in self.members]}
 
 
 def names_in(group: Group) -> list[str]:
@@ -60,7 +62,7 @@ def names_in(group: Group) -> list[str]:
 def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     """Groups from what torch's optimizers take: parameters, (name, parameter) pairs, or dicts with either in "params".
 
-    Raises TypeError for what is none of these, ValueError where there is nothing to train.
+    Raises TypeError for what is none of these, ValueError where there is nothing or where some have names.
     """
     if isinstance(params, Tensor):
         raise TypeError(f"{this_rank()}: params must be an iterable of parameters or of dicts, got one tensor")
@@ -70,10 +72,28 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     if not items:
         raise ValueError(f"{this_rank()}: no parameters: params is empty (a generator that was used up before?)")
     dicts = items if isinstance(items[0], dict) else [{"params": items}]
-    groups = [_read_group(group, first_group + number) for number, group in enumerate(dicts)]
+    return [_read_group(group, first_group + number) for number, group in enumerate(dicts)]
+
+
+def check_trainable(groups: list[Group]) -> None:
+    """Raise ValueError where there is nothing to train."""
     if not any(group.params for group in groups):
-        raise ValueError(f"{this_rank()}: no parameters: none of those given has requires_grad=True")
-    return groups
+        raise ValueError(
+            f"{this_rank()}: no parameters: none of those given has requires_grad=True. A rank that trains nothing is "
+            "in no optimizer's mesh; parameters that are to be unfrozen later come by add_param_group then"
+        )
+
+
+def name_alike(groups: list[Group], before: Sequence[Group] = ()) -> None:
+    """Let groups without parameters have names where others have them. ValueError where only some groups have them."""
+    for group in (filled := [group for group in (*before, *groups) if group.order]):
+        if group.named != filled[0].named:
+            raise ValueError(
+                f"{this_rank()}: some parameter groups have names and some, with parameter {group.order[0]!r} or "
+                f"{filled[0].order[0]!r}, have none: give (name, parameter) pairs in all groups or in none"
+            )
+    for group in groups:
+        group.named = any(other.named for other in (*before, *groups))
 
 
 def check_elementwise(optimizer_class: Any) -> None:
@@ -127,6 +147,15 @@ def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] =
                     f"{where} is on {str(param.device)!r}, but the states are to be spread over {device_type!r} "
                     f"devices: move the model there before the optimizer is made, or give another mesh"
                 )
+            if param.layout is not torch.strided or is_traceable_wrapper_subclass(param):
+                kind = param.layout if param.layout is not torch.strided else type(param).__name__
+                raise TypeError(
+                    f"{where} is a {kind}, which has no flat memory of its own: only plain dense ones are cut"
+                )
+            if param.is_inference():
+                raise TypeError(
+                    f"{where} was made under torch.inference_mode, so nothing can train it: clone it outside"
+                )
             if not param.is_floating_point():
                 raise TypeError(f"{where} is {param.dtype}: only real floating point numbers are sharded")
     given = [(name, param) for group in groups for name, param in group.params + group.frozen]
@@ -162,20 +191,27 @@ def _read_group(group: Any, number: int) -> Group:
     if isinstance(given, set):
         raise TypeError(f"{this_rank()}: parameter group {number} is a set, whose order changes from run to run")
     items = [given] if isinstance(given, Tensor) else list(given)
+    named = [isinstance(item, tuple) for item in items]
+    if not any(named) and len(group.get("param_names", ())) == len(items):  # as optimizers have it in `param_groups`
+        items, named = list(zip(group.get("param_names", ()), items, strict=True)), [True] * len(items)
+    if any(named) and not all(named):
+        raise ValueError(f"{this_rank()}: some parameters of group {number} have names: give names to all or to none")
     pairs: list[tuple[str, Any]] = [
-        (_without_wrappers(item[0]), item[1]) if isinstance(item, tuple) else (f"{position} of group {number}", item)
+        (_without_wrappers(str(item[0])), item[1])
+        if isinstance(item, tuple)
+        else (f"{position} of group {number}", item)
         for position, item in enumerate(items)
     ]
     for name, param in pairs:
         if not isinstance(param, Tensor):
             raise TypeError(f"{this_rank()}: parameter {name!r} must be a tensor, got {type(param)}")
     return Group(
-        options={key: value for key, value in group.items() if key not in ("params", "mesh", "grad_divisor")},
+        options={key: value for key, value in group.items() if key not in _NOT_OPTIONS},
         mesh=group.get("mesh"),
         grad_divisor=group.get("grad_divisor"),
         params=[(name, param) for name, param in pairs if param.requires_grad],
         frozen=[(name, param) for name, param in pairs if not param.requires_grad],
-        named=any(isinstance(item, tuple) for item in items),
+        named=any(named),
         order=[name for name, _ in pairs],
     )
 
