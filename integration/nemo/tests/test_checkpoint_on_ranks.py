@@ -68,6 +68,21 @@ def resumed(rank, dtype, arguments, state_dict, weights, memory_format=torch.con
     return [w.detach() for w in model.weights]
 
 
+def test_after_consolidation_one_rank_alone_may_ask_for_the_state_dict():
+    def check(rank):
+        model = Model()
+        optimizer = DistributedFusedAdam(groups(model), lr=0.1, bucket_cap_mb=1e-3)
+        train(rank, model, optimizer, range(2))
+        expected = optimizer.state_dict()
+        optimizer.consolidate_state_dict()  # as Lightning does for any optimizer that has it
+        if rank == 0:
+            assert same(optimizer.state_dict(), expected)
+        train(rank, model, optimizer, range(2, 3))
+        assert optimizer.state_dict()["state"]["step"] == expected["state"]["step"] + 1
+
+    on_ranks(2, check)
+
+
 def same(one, other):
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)

@@ -69,7 +69,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(scaler_class, adam, make_optim
             with HostSyncs() as syncs:
                 step()
             assert syncs == []
-            states = optimizer.state_dict()["state"]
+            states = getattr(optimizer, "local_state_dict", optimizer.state_dict)()["state"]
             values = {(i, key): value for i, state in states.items() for key, value in state.items()}
             values |= dict(enumerate(params)) | {"scale": torch.tensor(scaler.get_scale())}
             snapshots.append({name: value.detach().clone() for name, value in values.items()})

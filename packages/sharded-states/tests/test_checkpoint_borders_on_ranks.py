@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def states_of(optimizer):
-    return copy.deepcopy(optimizer.state_dict()["state"])
+    return copy.deepcopy(optimizer.local_state_dict()["state"])
 
 
 def refusal(function, *arguments):
@@ -117,13 +117,13 @@ def test_before_a_first_step_there_is_nothing_and_it_stays_so(tmp_path):
         fresh = make(params)
         before = [p.detach().clone() for p in params.values()]
         dcp.save(fresh.sharded_state_dict(), checkpoint_id=tmp_path)
-        assert fresh.state_dict()["state"] == {}
+        assert fresh.local_state_dict()["state"] == {}
         assert equal([p.detach() for p in params.values()], before)
         saved = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
         assert not [key for key in saved if key.startswith("state.")]
         step(params, fresh, 2)
         load(fresh, tmp_path)
-        assert fresh.state_dict()["state"] == {}
+        assert fresh.local_state_dict()["state"] == {}
         assert not fresh.state
         with torch.no_grad():
             for p, value in zip(params.values(), before, strict=True):
@@ -159,7 +159,7 @@ def test_a_skipped_first_step_and_a_parameter_never_used_are_what_they_are(tmp_p
         dcp.save(optimizer.sharded_state_dict(), checkpoint_id=folder)
         optimizer = make(params)
         load(optimizer, folder)
-        return {i: float(state["step"]) for i, state in optimizer.state_dict()["state"].items()}
+        return {i: float(state["step"]) for i, state in optimizer.local_state_dict()["state"].items()}
 
     steps = {}
     for of_rank in on_ranks(3, check, tmp_path):

@@ -189,7 +189,7 @@ def test_what_is_written_is_no_copy():
     params["w"].data = params["w"].data.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     optimizer = make(params)
     step(params, optimizer)
-    state = optimizer.state_dict()["state"][0]["exp_avg"]
+    state = optimizer.local_state_dict()["state"][0]["exp_avg"]
     chunks = optimizer.sharded_state_dict()["state.w.exp_avg"]
     (item,) = chunks.__create_write_items__("state.w.exp_avg", chunks)
     part = chunks.__get_tensor_shard__(item.index)
@@ -202,12 +202,12 @@ def test_copies_are_what_there_was(tmp_path):
     params = params_of(w=(9, 20), scale=())
     optimizer = make(params)
     step(params, optimizer)
-    before = optimizer.state_dict()["state"]
+    before = optimizer.local_state_dict()["state"]
     copied = copy.deepcopy(optimizer.sharded_state_dict())
     step(params, optimizer)
     dcp.save(pickle.loads(pickle.dumps(copied)), checkpoint_id=tmp_path)
     load(optimizer, tmp_path)
-    assert equal(optimizer.state_dict()["state"], before)
+    assert equal(optimizer.local_state_dict()["state"], before)
     with pytest.raises(TypeError, match="it is not here as a whole"):
         optimizer.sharded_state_dict()["state.w.exp_avg"].abs()
 

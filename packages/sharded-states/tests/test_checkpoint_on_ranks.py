@@ -100,7 +100,7 @@ def written(tmp_path_factory):
         for form in FORMS:
             model, optimizer = make(init_device_mesh("cpu", MESHES[name]), form, layout_of(name, form), capacity=0.002)
             train(model, optimizer, 2)
-            results[name, form] = model.state_dict(), optimizer.state_dict()
+            results[name, form] = model.state_dict(), optimizer.local_state_dict()
             save(model, optimizer, f"{folder}/{name}-{form}")
         return results
 
@@ -133,7 +133,7 @@ def test_whatever_wrote_it_is_read_exactly_or_rounded_once(written, name):
             layout = layout_of(name, form, turn=len(results))
             model, optimizer = make(init_device_mesh("cpu", MESHES[name]), form, layout, capacity=0.01)
             load(model, optimizer, folder)
-            results[source] = model.state_dict(), optimizer.state_dict()
+            results[source] = model.state_dict(), optimizer.local_state_dict()
         return results
 
     of_ranks = on_ranks(torch.Size(MESHES[name]).numel(), read)

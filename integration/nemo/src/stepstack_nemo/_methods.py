@@ -167,7 +167,16 @@ class ApexMethods(ShardedOptimizer):
                 f"state_dict_format={state_dict_format}: only 2 is written; format 1 is one rank's memory as it lies, "
                 "which nobody else can read"
             )
-        return whole(super().state_dict(), self._held())
+        if self._whole is not None:
+            return self._whole
+        return whole(super().local_state_dict(), self._held())
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Have `state_dict()` ready, which until the next step need not be called on every rank then, as Lightning does
+        not. On every rank: `to` changes nothing. Every rank calls this.
+        """
+        self._whole = None
+        self._whole = self.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,7 +186,7 @@ class ApexMethods(ShardedOptimizer):
         that it has ("param") become the masters, which the whole model sees from the next step on; where there are no
         masters, the model's. ValueError where shapes, counts or groups don't fit, and for format 1.
         """
-        super().load_state_dict(loaded(state_dict, super().state_dict(), self._held()))
+        super().load_state_dict(loaded(state_dict, super().local_state_dict(), self._held()))
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, optimizer_state_dict: dict[str, Any] | None = None

@@ -63,6 +63,10 @@ class Checkpoint:
     def check(self) -> None:
         """Raise RuntimeError where nothing may be saved now, TypeError for a state that can't be."""
         self._check()
+        self.check_states()
+
+    def check_states(self) -> None:
+        """Raise TypeError for a state that can't be saved."""
         for named in self.named.values():
             if named.unsavable:
                 raise TypeError(f"{this_rank()}: {named.unsavable[0]}")

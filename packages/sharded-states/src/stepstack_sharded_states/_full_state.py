@@ -30,7 +30,7 @@ def gather(checkpoint: Checkpoint, *, to_all: bool) -> dict[str, Any]:
 
     Every rank of the meshes calls this.
     """
-    checkpoint.agree(checkpoint.check)
+    checkpoint.agree(checkpoint.check_states)
     here = checkpoint.agree(lambda: {name: _here(checkpoint, named) for name, named in checkpoint.named.items()})
     options = checkpoint.agree(lambda: [shown(group) for group in checkpoint.options])
     names = [names_in(group) for group in checkpoint.groups]

@@ -120,9 +120,14 @@ class Ranks:
             dist.broadcast(flat, group=group, group_src=0)
 
     @property
+    def number(self) -> int:
+        """This rank's, in the order of the mesh."""
+        return self.replica * self.shards + self.shard
+
+    @property
     def is_first(self) -> bool:
         """This is the mesh's first rank."""
-        return self.shard == self.replica == 0
+        return self.number == 0
 
     def from_shard(self, shard: int, part: Tensor, *, to_all: bool) -> None:
         """Give the first rank of this shard axis, or all of them, what `shard` has in `part`."""

@@ -165,6 +165,7 @@ class ShardedOptimizer(SavedStates):
                 loss = closure()
         is_agreed, self.found_inf_is_agreed = self.found_inf_is_agreed, False
         self._skipped.say()
+        self._whole = None
         self._distribution.check_ranks()
         self._follow_edits()
         check_in_place(self._listing.groups)
@@ -263,6 +264,7 @@ class ShardedOptimizer(SavedStates):
         if not hasattr(self, "_listing"):  # torch's constructor adds what ours has cut already
             super().add_param_group(param_group)
             return
+        self._whole = None
         self._gather.finish()
         with self._distribution.announced():
             self._follow_edits()

@@ -1,5 +1,6 @@
 """What a ShardedOptimizer saves and loads: for the same ranks, for any, and as a whole."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._full_state import gather, spread
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options
+from stepstack_sharded_states._mesh import this_rank
+from stepstack_sharded_states._options import shown
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 from stepstack_sharded_states._together import agree
 
@@ -30,40 +33,72 @@ class SavedStates(Optimizer):
     _gather: Gather
     _skipped: Skipped
 
+    _whole: dict[str, Any] | None = None
+    """What `consolidate_state_dict()` has left here, {} where it is on another rank; None: nothing that still holds."""
+    _warned_of_share = False
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for the same rank of a run with the same mesh, parameters and buckets.
+        """The whole states in torch's format, where `consolidate_state_dict()` has left them. Else this rank's share,
+        `local_state_dict()`, with a warning where other ranks have others: who saves it alone loses theirs.
+
+        Calls the hooks of `register_state_dict_pre_hook` and `register_state_dict_post_hook`, on this rank.
+        """
+        if self._whole is None and self._inner.state and not self._warned_of_share:
+            shares = max(ranks.shards for ranks in self._distribution.ranks)
+            if shares > 1:
+                self._warned_of_share = True
+                warnings.warn(
+                    f"{this_rank()}: state_dict() has this rank's share of the states alone, one of {shares}, which "
+                    "nobody but the same rank of as many can load. To save all of them from one rank, call "
+                    "consolidate_state_dict() on all ranks before; to save each rank's share, call local_state_dict(), "
+                    "which has the same without this warning",
+                    stacklevel=2,
+                )
+        return self._hooked(self._consolidated if self._whole else self._share)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's share, for the same rank of a run with the same mesh, parameters and buckets.
 
         torch's format, with this rank's piece of each state (1-D) and, under "cut", which pieces those are. Calls the
-        hooks of `register_state_dict_pre_hook` and `register_state_dict_post_hook`, on this rank.
+        hooks that `state_dict()` calls.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        self._skipped.say()
-        self._follow_edits()
-        self._listing.make_local()
-        state_dict = from_inner(self._inner.state_dict(), self._listing.groups)
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
+        return self._hooked(self._share)
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the whole states to the CPU of one rank, counted in the mesh, or of all (None), as
+        `torch.distributed.optim.ZeroRedundancyOptimizer` does: until the next step or load, `state_dict()` gives them
+        there. Every rank of the mesh calls this; to others than the first they go by way of all.
+
+            optimizer.consolidate_state_dict()         # on every rank
+            if dist.get_rank() == 0:
+                torch.save(optimizer.state_dict(), file)  # which load_state_dict takes, on any number of ranks
+        """
+        first = next(iter(self._distribution.ranks))
+        self._agreed(lambda: _check_rank(to, first.size))
+        whole = gather(self._agreed(self._checkpoint), to_all=to != 0)
+        self._whole = whole if to is None or to == first.number else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave on this rank. Raises ValueError where the cut is another one.
+        """Take whole states, which all ranks are given, from any number of ranks or from one of torch's optimizers; or
+        on each rank the share that it had, whose cut must be the same. After the model's parameters are loaded.
 
+        Every rank of the mesh calls this. Raises ValueError or TypeError on all of them where one can't take its own.
         Calls the hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook`, as torch does.
         """
-        state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        self._follow_edits()
-        inner = to_inner(state_dict, self._listing.groups)
-        self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
-        load_masters(state_dict, self._listing.groups)
-        self._inner.load_state_dict(inner)
-        self._listing.show_only_these(self.state)
-        copy_options(self._inner.param_groups, self.param_groups)
+        given = self._agreed(lambda: self._hooked_before(state_dict))
+        is_share = isinstance(given, dict) and "cut" in given
+        everywhere = {kind for ranks in self._distribution.ranks for kind in ranks.gather_objects(is_share)}
+        if len(everywhere) > 1:
+            raise ValueError(
+                f"{this_rank()}: some ranks were given whole states and others a share: give all the same whole, or "
+                "each its own share"
+            )
+        if is_share:
+            self._take_share(given)
+        else:
+            self.load_full_state_dict(given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -91,7 +126,9 @@ class SavedStates(Optimizer):
         On the mesh's first rank and {} on others, or on all. Every rank of the mesh calls this. One state of one
         parameter travels at a time. Masters are there as `master_weight`.
         """
-        return gather(self._agreed(self._checkpoint), to_all=not rank0_only)
+        checkpoint = self._agreed(self._checkpoint)
+        checkpoint.agree(checkpoint.check)
+        return gather(checkpoint, to_all=not rank0_only)
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any] | None) -> None:
@@ -115,6 +152,48 @@ class SavedStates(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ShardedOptimizer is part of its processes and can't be pickled or copied: save state_dict()")
 
+    def _hooked(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = make()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _hooked_before(self, state_dict: Any) -> Any:
+        if isinstance(state_dict, dict):
+            state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _share(self) -> dict[str, Any]:
+        self._skipped.say()
+        self._follow_edits()
+        self._listing.make_local()
+        return from_inner(self._inner.state_dict(), self._listing.groups)
+
+    def _consolidated(self) -> dict[str, Any]:
+        """The whole, with the options of now."""
+        assert self._whole is not None
+        groups = zip(self._whole["param_groups"], self.param_groups, strict=True)
+        return {"state": dict(self._whole["state"]), "param_groups": [group | shown(now) for group, now in groups]}
+
+    def _take_share(self, share: dict[str, Any]) -> None:
+        def checked() -> dict[str, Any]:
+            self._follow_edits()
+            return to_inner(share, self._listing.groups)
+
+        inner = self._agreed(checked)
+        self._whole = None
+        self.refresh_from_model()  # copies that only differ in where they are; masters come from the state dict
+        load_masters(share, self._listing.groups)
+        self._agreed(lambda: self._inner.load_state_dict(inner))
+        self._listing.show_only_these(self.state)
+        copy_options(self._inner.param_groups, self.param_groups)
+
     def _checkpoint(self) -> Checkpoint:
         self._follow_edits()
         self._listing.make_local()
@@ -131,6 +210,7 @@ class SavedStates(Optimizer):
         return agree(self._distribution.ranks, self._backward.buckets[0].params.device, function)
 
     def _take(self, checkpoint: Checkpoint, entries: dict[str, Any]) -> None:
+        self._whole = None
         self._gather.finish()
         checkpoint.take(entries)
         for bucket in self._backward.buckets:
@@ -144,3 +224,10 @@ class SavedStates(Optimizer):
         self._listing.follow(self.param_groups)
         self._listing.take_states(self.state)
         copy_options(self.param_groups, self._inner.param_groups)
+
+
+def _check_rank(to: int | None, size: int) -> None:
+    if to is not None and (not isinstance(to, int) or not 0 <= to < size):
+        raise ValueError(
+            f"{this_rank()}: to must be a rank of the mesh, 0 to {size - 1}, or None for all of them; got {to!r}"
+        )

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from stepstack_sharded_states._bucket import Member
@@ -48,6 +49,12 @@ def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
         )
     owned = _owned(groups)
     index = {position: index for index, (position, _) in enumerate(owned)}
+    for position, member in owned:
+        master = state_dict["state"].get(position, {}).get("master_weight")
+        if _has_master(member) and (not isinstance(master, Tensor) or master.shape != _piece(member).shape):
+            raise ValueError(
+                f"{this_rank()}: this state dict doesn't fit: of {member.name!r} its master_weight is {master!r:.200}"
+            )
     state = {index[position]: dict(values) for position, values in state_dict["state"].items()}
     for number, (_, member) in enumerate(owned):
         if _has_master(member) and number in state:
