@@ -1,12 +1,13 @@
 import math
+import warnings
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stepstack import OptimizerStep
-from stepstack_clip import clip_grad_norm_
 from stepstack_fused_adam import FusedAdamW
 from stepstack_grad_scaler import GradScaler
 from stepstack_gradnorm import Part
@@ -121,24 +122,85 @@ def test_parameters_that_fsdp_shards_are_stepped_as_one_process_steps_them():
     on_ranks(2, run)
 
 
-def test_experts_are_refused_and_clip_as_one_with_the_group_that_they_are_spread_over():
+def expert_grid():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+
+
+def test_experts_of_a_sharded_optimizer_step_as_one_with_a_part_and_are_refused_without():
     def check(rank):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+        grid = expert_grid()
         dense, expert = torch.nn.Parameter(torch.zeros(300)), torch.nn.Parameter(torch.zeros(300))
         groups = [{"params": [dense]}, {"params": [expert], "mesh": grid["data"]}]
         optimizer = ShardedOptimizer(groups, torch.optim.SGD, lr=1.0)
-        with pytest.raises(ValueError, match=f"rank {rank}: parameters in several meshes.*Part"):
+        with pytest.raises(ValueError, match=f"rank {rank}: parameters in several meshes.*parts="):
             OptimizerStep(optimizer)
+        step = OptimizerStep(optimizer, max_norm=3.0, parts=Part([expert], sharded_over=grid["expert"]))
         (dense.sum() + expert.sum() * (2 if rank > 1 else 4)).backward()  # of experts half counts, of 4 ranks 2
-        norm = clip_grad_norm_([dense], 3.0, parts=[Part([expert], sharded_over=grid["expert"])])
-        optimizer.step()
-        return norm.item(), dense.unique().tolist(), expert.unique().tolist()
+        norm = step().grad_norm
+        stepped = norm.item(), dense.unique().tolist(), expert.unique().tolist()
+
+        (dense.sum() + expert.sum() * (math.nan if rank > 1 else 1)).backward()
+        skipped = step().skipped.item()
+        (dense.sum() + expert.sum() if rank != 3 else dense.sum()).backward()
+        return stepped, skipped, step().skipped.item(), dense.unique().tolist()
 
     norm = (300 * (1 + 2**2 + 1)) ** 0.5
-    for rank, (seen, dense, expert) in enumerate(on_ranks(4, check)):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*ranks differed")
+        results = on_ranks(4, check)
+    for rank, ((seen, dense, expert), of_nan, of_difference, dense_in_the_end) in enumerate(results):
         assert seen == pytest.approx(norm)
-        assert dense == [pytest.approx(-3 / norm)]
+        assert dense == dense_in_the_end == [pytest.approx(-3 / norm)]
         assert expert == [pytest.approx(-3 / norm * (1 if rank > 1 else 2))]
+        assert (of_nan, of_difference) == (1, 1)
+
+
+@pytest.mark.parametrize("with_scaler", [False, True], ids=["no scaler", "scaler"])
+def test_experts_as_dtensors_step_as_one_with_a_part_and_are_refused_without(with_scaler):
+    def check(rank):
+        grid, line = expert_grid(), init_device_mesh("cpu", (4,))
+        dense = torch.nn.Parameter(distribute_tensor(torch.ones(8), line, [Shard(0)]))
+        expert = torch.nn.Parameter(DTensor.from_local(torch.ones(4), grid["data"], [Shard(0)]))
+        scaler = GradScaler("cpu", init_scale=1.0) if with_scaler else None
+        if scaler is not None:
+            scaler.scale(torch.ones(()))
+        optimizer = FusedAdamW([dense, expert], lr=0.1)
+        parts = [Part([expert], sharded_over=grid["expert"])]
+        step = OptimizerStep(optimizer, max_norm=1.0, scaler=scaler, parts=lambda: parts)
+        results = []
+        for value in (1.0, math.nan):
+            for used in (OptimizerStep(optimizer), step):
+                dense.grad = distribute_tensor(torch.ones(8), line, [Shard(0)])
+                expert.grad = DTensor.from_local(torch.full((4,), value if rank > 1 else 2.0), grid["data"], [Shard(0)])
+                if used is step:
+                    results.append(used())
+                    continue
+                with pytest.raises(ValueError, match=rf"rank {rank}: a DTensor lies on the ranks.*Part"):
+                    used()
+        scale = 0.0 if scaler is None else scaler.get_scale()
+        return (
+            [(result.grad_norm.item(), result.skipped.item()) for result in results],
+            scale,
+            dense.to_local().tolist(),
+        )
+
+    results = on_ranks(4, check)
+    for (first, second), scale, weights in results:
+        assert first == (pytest.approx((8 + 8 * 4 + 8) ** 0.5), 0)
+        assert second[1] == 1
+        assert scale == 0.5 * with_scaler
+        assert weights == results[0][2] != [1, 1]
+
+
+def test_a_part_of_what_the_optimizer_does_not_have_is_refused():
+    params, strange = parameters(), torch.nn.Parameter(torch.zeros(3, 2))
+    for optimizer in (FusedAdamW(params), sharded(params)):
+        with pytest.raises(
+            ValueError, match=r"this process: a tensor of parts\[0\], of shape \(3, 2\), is no parameter"
+        ):
+            OptimizerStep(optimizer, parts=[Part([strange])])()
+        with pytest.raises(TypeError, match=r"parts must be stepstack_gradnorm\.Parts, got Parameter"):
+            OptimizerStep(optimizer, parts=params)
 
 
 def test_a_negative_max_norm_is_refused_with_the_rank():

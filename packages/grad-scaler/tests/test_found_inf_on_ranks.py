@@ -135,7 +135,22 @@ def test_ranks_outside_a_mesh_decide_with_it_if_a_group_spans_both():
         return decision(parameters, groups=(dist.group.WORLD,) if spanning else ())
 
     assert on_ranks(3, on_rank, True) == [SKIPPED] * 3
-    assert on_ranks(3, on_rank, False) == [SKIPPED, SKIPPED, STEPPED]
+    with pytest.raises(RankError, match=r"rank 0: .* mesh of 2 of the 3 ranks and plain parameters.*groups="):
+        on_ranks(3, on_rank, False)
+
+
+def test_meshes_of_which_none_has_all_ranks_are_refused_without_groups():
+    def on_rank(rank):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+        rows, columns = sharing(grid["expert"], [Shard(0)]), sharing(grid["data"], [Shard(0)], bad=rank == 0)
+        with pytest.raises(ValueError, match=rf"rank {rank}: .* no mesh has all of these: .*groups="):
+            decision([rows, columns])
+        frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)  # says nothing of other ranks
+        alone = [sharing(grid["data"], [Shard(0)]), frozen]
+        of_all = sharing(grid, [Shard(0), Replicate()])
+        return decision(alone)[1], decision([rows, columns, of_all, plain()], unscale=True)
+
+    assert on_ranks(4, on_rank) == [(16.0, SKIPPED)] * 4
 
 
 def test_groups_that_connect_as_a_grid_decide_together():
@@ -153,7 +168,8 @@ def test_ranks_that_list_their_parameters_in_another_order_do_not_hang():
         meshes = [DeviceMesh("cpu", [0, 1, last], mesh_dim_names=(f"with {last}",)) for last in (2, 3)]
         mine = [mesh for mesh in meshes if rank in mesh.mesh]
         parameters = [sharing(mesh, [Shard(0)], bad=rank == 1) for mesh in (mine if rank else mine[::-1])]
-        return decision(parameters)
+        pair = dist.new_group([0, 1])
+        return decision(parameters, groups=(pair,) if rank < 2 else ())
 
     assert on_ranks(4, on_rank) == [SKIPPED] * 4
 

@@ -112,6 +112,29 @@ def test_dtensors_of_any_placements_and_plain_tensors_in_one_call():
     assert on_ranks(4, run) == [norms_of([shard, replicate, plain, uneven], all_reduces(3))] * 4
 
 
+def test_a_dtensor_that_leaves_out_ranks_of_others_says_by_a_part_what_those_hold():
+    def run(rank):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+        line = init_device_mesh("cpu", (4,))
+        dense = distribute_tensor(torch.full((4,), 3.0), line, [Shard(0)])
+        expert = DTensor.from_local(torch.full((1,), 2.0 + rank // 2), grid["data"], [Shard(0)], run_check=False)
+        plain, empty = torch.ones(4), DTensor.from_local(torch.empty(0), grid["data"], [Shard(0)], run_check=False)
+        for mix in ([dense, expert], [expert, plain], [dense, empty], [Part(dense, grid["expert"]), expert]):
+            with pytest.raises(ValueError, match=rf"rank {rank}: a DTensor lies on the ranks \[.*other pieces.*Part"):
+                total_norm(mix)
+        experts = Part([expert, empty], sharded_over=grid["expert"])
+        return [
+            total_norm([experts, dense, plain]).item(),
+            total_norm([experts, expert, empty, dense]).item(),  # what a Part has may be listed after it
+            total_norm([Part(DTensor.from_local(plain[:2], grid["data"], [Shard(0)])), dense]).item(),
+            total_norm([dense, expert], agree_over=dist.group.WORLD).item(),
+            total_norm([DTensor.from_local(plain[:2], grid["data"], [Shard(0)])]).item(),  # nothing says of others
+        ]
+
+    squares = [36 + 2 * (4 + 9) + 4, 36 + 2 * (4 + 9), 36 + 4, 36 + 2 * 9, 4]
+    assert on_ranks(4, run) == [pytest.approx([math.sqrt(square) for square in squares], rel=1e-6, abs=0)] * 4
+
+
 def test_zero_rows_on_one_rank():
     grad = random(1, 4)
 

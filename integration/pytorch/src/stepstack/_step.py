@@ -1,6 +1,6 @@
 """`OptimizerStep`: everything between a backward and the next forward, in one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stepstack._scale import update_scale
 from stepstack._schedule import schedule_of
 from stepstack_clip import clip_coefficient, multiply_
-from stepstack_gradnorm import grads_of, total_norm
+from stepstack_gradnorm import Part, grads_of, total_norm
 from stepstack_sharded_states import ShardedOptimizer
 
 
@@ -59,11 +59,16 @@ class OptimizerStep:
       flag travels to the host while the next forward and backward are queued; the call after waits for it, so the host
       is never more than one step ahead of the device. Until then `get_last_lr()` is what the last update used.
 
+    - parts: a `stepstack_gradnorm.Part` or Parts of *parameters*, as `stepstack_clip.clip_grad_norm_` takes them: of
+      those that ranks outside of their mesh hold other pieces of (experts, pipeline stages), with the groups of these
+      ranks. Or a function that gives them, asked in each step, where parameters are added later.
+
     Every rank that holds a part of the gradient calls it. The norm of a `ShardedOptimizer` or of DTensors is that of
     the whole gradient; plain gradients are taken as the same on all ranks, as DistributedDataParallel leaves them.
 
-    Raises ValueError for a max_norm that is negative or NaN, and for a `ShardedOptimizer` with parameters in several
-    meshes, of which this can't know which hold different parts; TypeError for what is not a scaler or not a schedule.
+    Raises ValueError for a max_norm that is negative or NaN, for DTensors or a `ShardedOptimizer` with parameters in
+    several meshes, if nothing says what the ranks outside of one of them hold, and for a Part of what is no parameter
+    of the optimizer; TypeError for what is not a scaler, a schedule or a Part.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class OptimizerStep:
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
         lr_scheduler: LRScheduler | Callable[[Tensor], Tensor] | None = None,
+        parts: Part | Iterable[Part] | Callable[[], Iterable[Part]] = (),
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{_here()}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -80,7 +86,8 @@ class OptimizerStep:
             raise ValueError(f"{_here()}: max_norm must be 0 or more, or None for no clipping; got {max_norm}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"{_here()}: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
-        if isinstance(optimizer, ShardedOptimizer):
+        self._parts = parts if callable(parts) else _listed(parts)
+        if isinstance(optimizer, ShardedOptimizer) and not self._parts:
             _check_one_mesh(optimizer)
         self.optimizer = optimizer
         self.max_norm = float("inf") if max_norm is None else max_norm
@@ -120,12 +127,16 @@ class OptimizerStep:
         self._schedule.load_state_dict(state_dict["lr_scheduler"])
         self.applied_steps.copy_(state_dict["applied_steps"])
 
-    def _grads(self) -> list[Tensor]:
+    def _grads(self) -> list[Tensor | Part]:
+        parts = _listed(self._parts()) if callable(self._parts) else self._parts
         if isinstance(self.optimizer, ShardedOptimizer):
-            return self.optimizer.grad_shards_with_objections()
-        return grads_of(param for group in self.optimizer.param_groups for param in group["params"])
+            return _shards(self.optimizer, parts)
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        _check_among(params, parts, parts)
+        taken = {id(param) for part in parts for param in part.tensors}
+        return [*_of_grads(parts), *grads_of(param for param in params if id(param) not in taken)]
 
-    def _update(self, grads: list[Tensor], divisor: Tensor, found_inf: Tensor) -> None:
+    def _update(self, grads: list[Tensor | Part], divisor: Tensor, found_inf: Tensor) -> None:
         optimizer: Any = self.optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
@@ -145,9 +156,45 @@ def _check_one_mesh(optimizer: ShardedOptimizer) -> None:
     if len({shard.device_mesh for shard in shards if isinstance(shard, DTensor)}) > 1:
         raise ValueError(
             f"{_here()}: parameters in several meshes, such as experts, have no norm that is known here: ranks outside "
-            "of a mesh may hold other experts, or the same. Clip with stepstack_clip.clip_grad_norm_ and a Part that "
-            "says over which groups they are spread, then call step() of the optimizer"
+            "of a mesh may hold other experts, or the same. Say which by OptimizerStep(…, parts=[Part(experts, "
+            "sharded_over=<the group whose ranks hold other ones>)])"
         )
+
+
+def _shards(optimizer: ShardedOptimizer, parts: list[Part]) -> list[Tensor | Part]:
+    if not parts:
+        return [*optimizer.grad_shards_with_objections()]
+    shards = optimizer.grad_shards()
+    objections = optimizer.grad_shards_with_objections()[len(shards) :]
+    of_parts = _of_grads(parts)
+    _check_among(shards, of_parts, parts)
+    everybody = [group for part in parts for group in part.sharded_over]  # an objection is to be heard by all of them
+    return [*of_parts, *shards, Part(objections, everybody)]
+
+
+def _of_grads(parts: list[Part]) -> list[Part]:
+    # One that is empty says all there is to say, also on a rank outside of its groups.
+    return [Part(grads_of(part.tensors), part.sharded_over) if part.tensors else part for part in parts]
+
+
+def _listed(parts: Part | Iterable[Part]) -> list[Part]:
+    listed = [parts] if isinstance(parts, Part) else list(parts)
+    for part in listed:
+        if not isinstance(part, Part):
+            raise TypeError(f"{_here()}: parts must be stepstack_gradnorm.Parts, got {type(part).__name__}")
+    return listed
+
+
+def _check_among(known: list[Tensor], found: list[Part], parts: list[Part]) -> None:
+    """ValueError unless what was found for the tensors of Parts is known."""
+    ids = set(map(id, known))
+    for number, (part, there) in enumerate(zip(parts, found, strict=True)):
+        for tensor, of_tensor in zip(part.tensors, there.tensors, strict=True):
+            if id(of_tensor) not in ids:
+                raise ValueError(
+                    f"{_here()}: a tensor of parts[{number}], of shape {tuple(tensor.shape)}, is no parameter of the "
+                    "optimizer. Parts are made of the model's parameters, of those that the optimizer was given"
+                )
 
 
 def _here() -> str:

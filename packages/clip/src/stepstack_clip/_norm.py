@@ -59,8 +59,10 @@ def clip_grad_norm_(
     """
     max_norm = _checked(max_norm)
     policy = _policy(nonfinite, error_if_nonfinite)
-    grads: list[Tensor | Part] = [_of_grads(part) for part in ((parts,) if isinstance(parts, Part) else parts)]
-    grads += grads_of(parameters)
+    parts = [_checked_part(part) for part in ((parts,) if isinstance(parts, Part) else parts)]
+    in_parts = {id(parameter) for part in parts for parameter in part.tensors}
+    grads: list[Tensor | Part] = [_of_grads(part) for part in parts]
+    grads += grads_of(parameter for parameter in _listed(parameters) if id(parameter) not in in_parts)
     norm = total_norm(grads, norm_type, agree_over=agree_over)
     if policy == "raise" and not norm.isfinite():  # waits for the device: the host can raise only what it knows
         raise RuntimeError(
@@ -73,9 +75,17 @@ def clip_grad_norm_(
     return norm
 
 
-def _of_grads(part: Part) -> Part:
+def _listed(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else parameters
+
+
+def _checked_part(part: Part) -> Part:
     if not isinstance(part, Part):
         raise TypeError(f"parts is an iterable of Parts, not of {type(part).__name__}: {str(part)[:60]}")
+    return part
+
+
+def _of_grads(part: Part) -> Part:
     # One that is empty says all there is to say, also on a rank outside of its groups.
     return Part(grads_of(part.tensors), part.sharded_over) if part.tensors else part
 

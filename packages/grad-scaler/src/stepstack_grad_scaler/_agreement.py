@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stepstack_grad_scaler._devices import moved
@@ -32,8 +33,12 @@ def groups_that_agree(parameters: Iterable[Tensor], groups: Sequence[ProcessGrou
     Only the structure counts, never which gradients exist. In this order each rank may reduce over its groups one after
     the other: meshes go by their axes' names and sizes, then as the parameters do, so that ranks that share two of
     them meet in both in the same order, and axis by axis, so that after the last one all ranks of a mesh agree.
+    ValueError where no mesh has all the ranks that parameters are on, and `groups` does not say what connects them.
     """
+    parameters = list(parameters)
     meshes = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    if meshes and not groups:
+        _check_one_holds_all([*meshes.values()], parameters)
     all_groups = [
         mesh.get_group(axis)
         for mesh in sorted(meshes.values(), key=lambda mesh: (mesh.mesh_dim_names or (), mesh.shape))
@@ -47,6 +52,26 @@ def groups_that_agree(parameters: Iterable[Tensor], groups: Sequence[ProcessGrou
         for place, (group, own) in enumerate(zip(all_groups, ranks, strict=True))
         if len(own) > 1 and own not in ranks[place + 1 :] and not any(own < others for others in ranks)
     ]
+
+
+def _check_one_holds_all(meshes: Sequence[DeviceMesh], parameters: Sequence[Tensor]) -> None:
+    """ValueError unless one mesh has the ranks of all others, and every rank if plain parameters are trained too."""
+    if any(mesh.size() == dist.get_world_size() for mesh in meshes):
+        return
+    if any(not isinstance(p, DTensor) and (p.requires_grad or p.grad is not None) for p in parameters):
+        raise ValueError(
+            f"rank {dist.get_rank()}: the optimizer has DTensors on a mesh of {meshes[0].size()} of the "
+            f"{dist.get_world_size()} ranks and plain parameters, which any rank may hold: say which ranks skip a step "
+            "together by GradScaler(groups=(group,)), such as (torch.distributed.group.WORLD,)"
+        )
+    if len(meshes) > 1:
+        ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]  # in the memory of the host
+        if frozenset().union(*ranks) not in ranks:
+            raise ValueError(
+                f"rank {dist.get_rank()}: parameters are DTensors on the ranks "
+                f"{' and '.join(str(sorted(own)) for own in dict.fromkeys(ranks))}, and no mesh has all of these: say "
+                "which ranks skip a step together by GradScaler(groups=(group,))"
+            )
 
 
 def agreed(flags: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> Sequence[Tensor]:

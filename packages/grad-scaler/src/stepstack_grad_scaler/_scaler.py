@@ -53,7 +53,8 @@ class GradScaler(RememberingScaler):
 
     Where parameters are DTensors or `groups` is given, `unscale_`, `step` and `update(found_inf=…)` are collective:
     all these ranks call them in the same order, with gradients or without. Raises ValueError for a bad argument, and
-    torch's AssertionErrors.
+    without `groups` for DTensors on meshes of which none has all the ranks that parameters are on; and torch's
+    AssertionErrors.
     """
 
     def __init__(

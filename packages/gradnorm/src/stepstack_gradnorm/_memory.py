@@ -44,20 +44,23 @@ class Memory:
     def __init__(self) -> None:
         self._places: dict[Place, tuple[list[Tensor], list[int]]] = {}
 
-    def add(self, tensor: Tensor, seen: Seen, content: Tensor | None = None) -> None:
-        """Add a tensor (or its content), unless it is empty or has been seen: the same elements of the same memory."""
+    def add(self, tensor: Tensor, seen: Seen, content: Tensor | None = None) -> bool:
+        """Add a tensor (or its content), unless it is empty or has been seen: the same elements of the same memory.
+
+        Whether it has not been seen.
+        """
         if not tensor.numel():
-            return
+            return True
         at = start(tensor)
         if at not in seen:
             seen[at] = tensor
         elif _is_repeated(tensor, at, seen):
-            return
+            return False
         if at < 0 and content is None and tensor.layout is not torch.strided:
             content = _coalesced(tensor)
         if content is not None:
             if not content.numel():
-                return
+                return True
             tensor, at = content, start(content)
         try:
             tensors, starts = self._places[tensor.device, tensor.dtype]
@@ -65,6 +68,7 @@ class Memory:
             tensors, starts = self._places[tensor.device, tensor.dtype] = ([], [])
         tensors.append(tensor)
         starts.append(at)
+        return True
 
     def runs(self) -> dict[Place, list[Tensor]]:
         """The tensors, where those that are dense neighbours in one storage are one flat view."""

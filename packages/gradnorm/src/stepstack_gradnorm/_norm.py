@@ -64,7 +64,9 @@ def total_norm(
     All ranks of all groups call it with the same Parts and DTensors in the same order. They communicate by one
     all-reduce of a few numbers for each group of more than one rank, whichever gradients are there. No host sync,
     unless a sparse gradient has to be coalesced. The result lies on the device of the last reduction.
-    TypeError for what is no gradient (a Parameter is none), ValueError for a norm_type or a backend that is none.
+    TypeError for what is no gradient (a Parameter is none), ValueError for a norm_type or a backend that is none, and
+    for a DTensor outside of Parts whose mesh leaves out ranks that the other gradients are on, since it says nothing of
+    what those hold. Other DTensors are on the ranks of their meshes, other tensors on all.
     """
     sum_ = sum_for(norm_type, backend)
     shares = Shares()
@@ -75,6 +77,11 @@ def total_norm(
             labels.append(len(labels))
         shares.add(tensors, part, labels[-1] if part_norms and part is not None else None, seen)
     _check_inside(shares, agree_over)
+    if agree_over is None and (unknown := shares.unknown()):
+        raise ValueError(
+            f"rank {dist.get_rank()}: {unknown} Put it into a Part: sharded_over=() says the same, or sharded_over="
+            "<the groups whose ranks hold other pieces>"
+        )
     sums = totals(shares, sum_)
     total = added([*sums.values()], sum_)
     if not part_norms:
