@@ -1,6 +1,7 @@
 """What callers change in `param_groups` and `state` between steps ends where it ends with torch's optimizer."""
 
 from collections import defaultdict
+from random import Random
 
 import pytest
 import torch
@@ -206,6 +207,80 @@ def test_states_made_like_a_shard_are_taken_for_its_local_part():
 
     for momentum in on_ranks(2, check):
         assert torch.equal(momentum, torch.zeros(200))
+
+
+def edit_at_random(optimizer, params, listed_as, random):
+    """One edit; `listed_as`: by number, what stands for a parameter in `param_groups`."""
+    groups = optimizer.param_groups
+    number_of = {id(it): number for number, it in listed_as.items()}
+    inside = [number_of[id(it)] for group in groups for it in group["params"]]
+    outside = sorted(listed_as.keys() - set(inside))
+    edit = random.choice(("take", "put", "delete", "insert", "add", "order", "forget", "copy", "option", "freeze"))
+    group = random.choice(groups) if groups else None
+    if edit == "take" and group and group["params"]:
+        group["params"].pop(random.randrange(len(group["params"])))
+    elif edit == "put" and group and outside:
+        group["params"].insert(random.randint(0, len(group["params"])), listed_as[random.choice(outside)])
+    elif edit == "delete" and len(groups) > 1:
+        groups.pop(random.randrange(len(groups)))
+    elif edit == "insert" and group and outside:
+        groups.insert(
+            random.randint(0, len(groups)), {**group, "params": [listed_as[outside[0]]], "lr": random.random()}
+        )
+    elif edit == "add" and outside:
+        number = random.choice(outside)
+        optimizer.add_param_group({"params": [(f"p{number}", listed_as[number])], "lr": random.random() / 10})
+    elif edit == "order" and group:
+        random.shuffle(group["params"])
+        groups.reverse()
+    elif edit == "forget" and inside:
+        chosen = listed_as[random.choice(inside)]
+        random.choice((lambda: optimizer.state.pop(chosen, None), optimizer.state.clear))()
+    elif edit == "copy":
+        optimizer.param_groups = [dict(group) for group in groups]
+    elif edit == "option" and group:
+        group.update(lr=random.random() / 10, betas=(random.random(), random.random()))
+    elif edit == "freeze":
+        param = random.choice(params[1:])
+        param.requires_grad_(not param.requires_grad)
+
+
+def after_random_edits(seed, ranks, sharded, **options):
+    random, params = Random(seed), fresh()
+    optimizer = make(params, sharded, **options)
+    listed = [it for group in optimizer.param_groups for it in group["params"]]
+    for number in range(12):
+        edit_at_random(optimizer, params, dict(enumerate(listed)), random)
+        steps(params, optimizer, [number], ranks)
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_edits_at_random_end_where_torch_s_optimizer_ends(world):
+    def check(rank):
+        return [after_random_edits(seed, [rank], True, shard_gradients=seed % 2 == 1) for seed in range(12)]
+
+    expected = [after_random_edits(seed, range(world), False) for seed in range(12)]
+    for of_rank in on_ranks(world, check):
+        for seed, params in enumerate(of_rank):
+            assert_near(params, expected[seed], f"seed {seed}")
+
+
+def test_a_parameter_that_comes_back_frozen_is_trained_when_it_is_unfrozen():
+    def train(make):
+        p, q = nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(5))
+        optimizer = make([p, q])
+        for number in range(4):
+            if number == 1:
+                optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.2})
+            q.requires_grad_(number != 1)
+            (p.square().sum() + q.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach(), q.detach()]
+
+    expected = train(lambda params: torch.optim.AdamW(params, lr=0.1))
+    assert_near(train(lambda params: ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)), expected, "")
 
 
 def add_stranger(optimizer):

@@ -5,7 +5,9 @@ others are listed than before. The two share the dict that a parameter's states 
 none, has to be noticed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from operator import is_
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.optim import Optimizer
 
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._mesh import this_rank
-from stepstack_sharded_states._params import Group
+from stepstack_sharded_states._params import Group, read_group
 
 
 class Listing:
@@ -45,11 +47,14 @@ class Listing:
         self.groups = [*self.groups, *groups]
         self._note(param_groups)
 
-    def of_model(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """The group with the model's parameters where it has shards of them."""
-        given = param_group.get("params")
-        items = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor | set) else [given]
-        return {**param_group, "params": [self._param_of(item) for item in items]}
+    def read(self, param_group: dict[str, Any]) -> Group:
+        """A group to be added, with the model's parameters where it has shards of them."""
+        given = param_group.get("params", ())
+        items = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor | set) else given
+        of_model = [self._param_of(item) for item in items] if isinstance(items, list) else self._param_of(items)
+        if "params" in param_group:
+            param_group = {**param_group, "params": of_model}
+        return read_group(param_group, len(self.groups), known=self._known.keys())
 
     def set_apart(self, group: Group) -> dict[int, tuple[str, Member]]:
         """Take out of a new group, by place, the parameters that are in buckets already: a group listed them before."""
@@ -105,6 +110,18 @@ class Listing:
             if not _same(caller["params"], shards):  # parameters of the model stood for them
                 caller["params"] = shards
         self._note(param_groups)
+
+    def watching(self, optimizer: Optimizer) -> Callable[[], None]:
+        """A function that follows what this optimizer, which may be gone by then, has in `param_groups`."""
+        caller = weakref.ref(optimizer)
+
+        def look() -> None:
+            alive = caller()
+            if alive is not None:
+                with suppress(TypeError, ValueError):  # nothing has changed, and the next step says so
+                    self.follow(alive.param_groups)
+
+        return look
 
     def take_states(self, state: MutableMapping[Any, Any]) -> None:
         """Give the inner optimizer the states that callers see, where they are others or gone."""

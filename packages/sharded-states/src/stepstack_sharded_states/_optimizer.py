@@ -1,8 +1,7 @@
 """`ShardedOptimizer`: the optimizer that a training loop holds."""
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -149,7 +148,7 @@ class ShardedOptimizer(SavedStates):
             copy_options(self._inner.param_groups, self.param_groups)
         self._distribution.compare(planned.options(self._inner.param_groups))
         self._backward.follow(buckets)
-        self._backward.before_reducing = _looking(weakref.ref(self))
+        self._backward.before_reducing = self._listing.watching(self)
         self._listing.show_states(self.state)
 
     @overload
@@ -270,7 +269,7 @@ class ShardedOptimizer(SavedStates):
             self._follow_edits()
             if not isinstance(param_group, dict):
                 raise TypeError(f"{this_rank()}: a parameter group must be a dict, got {type(param_group)}")
-            groups = read_groups([self._listing.of_model(param_group)], first_group=len(self._listing.groups))
+            groups = [self._listing.read(param_group)]
             name_alike(groups, self._listing.groups)
             refuse(groups, self._distribution.device.type, taken=[member.param for member in self._members()])
             back = self._listing.set_apart(groups[0])
@@ -297,16 +296,6 @@ class ShardedOptimizer(SavedStates):
         if found_inf is not None or getattr(self._inner, "_step_supports_amp_scaling", False):  # else it would raise
             self._skipped.note(buckets, meshes)
         return agreed(found_inf, buckets, meshes, already=already)
-
-
-def _looking(optimizer: "weakref.ref[ShardedOptimizer]") -> Callable[[], None]:
-    def look() -> None:
-        alive = optimizer()
-        if alive is not None:
-            with suppress(TypeError, ValueError):  # the step says so, with nothing changed
-                alive._listing.follow(alive.param_groups)
-
-    return look
 
 
 def _shown_grad(member: Member) -> Tensor:

@@ -59,7 +59,7 @@ def names_in(group: Group) -> list[str]:
     return [name for name in group.order if name in there]
 
 
-def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
+def read_groups(params: Iterable[Any]) -> list[Group]:
     """Groups from what torch's optimizers take: parameters, (name, parameter) pairs, or dicts with either in "params".
 
     Raises TypeError for what is none of these, ValueError where there is nothing or where some have names.
@@ -72,7 +72,40 @@ def read_groups(params: Iterable[Any], first_group: int = 0) -> list[Group]:
     if not items:
         raise ValueError(f"{this_rank()}: no parameters: params is empty (a generator that was used up before?)")
     dicts = items if isinstance(items[0], dict) else [{"params": items}]
-    return [_read_group(group, first_group + number) for number, group in enumerate(dicts)]
+    return [read_group(group, number) for number, group in enumerate(dicts)]
+
+
+def read_group(group: Any, number: int, known: Collection[int] = ()) -> Group:
+    """One that is a dict. Those of the `known` parameters, by id, are trainable though they be frozen now."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"{this_rank()}: parameter group {number} must be a dict with 'params', got {type(group)}")
+    given = group["params"]
+    if isinstance(given, set):
+        raise TypeError(f"{this_rank()}: parameter group {number} is a set, whose order changes from run to run")
+    items = [given] if isinstance(given, Tensor) else list(given)
+    named = [isinstance(item, tuple) for item in items]
+    if not any(named) and len(group.get("param_names", ())) == len(items):  # as optimizers have it in `param_groups`
+        items, named = list(zip(group.get("param_names", ()), items, strict=True)), [True] * len(items)
+    if any(named) and not all(named):
+        raise ValueError(f"{this_rank()}: some parameters of group {number} have names: give names to all or to none")
+    pairs: list[tuple[str, Any]] = [
+        (_without_wrappers(str(item[0])), item[1])
+        if isinstance(item, tuple)
+        else (f"{position} of group {number}", item)
+        for position, item in enumerate(items)
+    ]
+    for name, param in pairs:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"{this_rank()}: parameter {name!r} must be a tensor, got {type(param)}")
+    return Group(
+        options={key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+        mesh=group.get("mesh"),
+        grad_divisor=group.get("grad_divisor"),
+        params=[(name, param) for name, param in pairs if param.requires_grad or id(param) in known],
+        frozen=[(name, param) for name, param in pairs if not param.requires_grad and id(param) not in known],
+        named=any(named),
+        order=[name for name, _ in pairs],
+    )
 
 
 def check_trainable(groups: list[Group]) -> None:
@@ -182,38 +215,6 @@ def check_in_place(groups: list[Group]) -> None:
                     f"{this_rank()}: parameter {name!r} was frozen when the optimizer was made and so is not in it: "
                     "add it with add_param_group"
                 )
-
-
-def _read_group(group: Any, number: int) -> Group:
-    if not isinstance(group, dict) or "params" not in group:
-        raise TypeError(f"{this_rank()}: parameter group {number} must be a dict with 'params', got {type(group)}")
-    given = group["params"]
-    if isinstance(given, set):
-        raise TypeError(f"{this_rank()}: parameter group {number} is a set, whose order changes from run to run")
-    items = [given] if isinstance(given, Tensor) else list(given)
-    named = [isinstance(item, tuple) for item in items]
-    if not any(named) and len(group.get("param_names", ())) == len(items):  # as optimizers have it in `param_groups`
-        items, named = list(zip(group.get("param_names", ()), items, strict=True)), [True] * len(items)
-    if any(named) and not all(named):
-        raise ValueError(f"{this_rank()}: some parameters of group {number} have names: give names to all or to none")
-    pairs: list[tuple[str, Any]] = [
-        (_without_wrappers(str(item[0])), item[1])
-        if isinstance(item, tuple)
-        else (f"{position} of group {number}", item)
-        for position, item in enumerate(items)
-    ]
-    for name, param in pairs:
-        if not isinstance(param, Tensor):
-            raise TypeError(f"{this_rank()}: parameter {name!r} must be a tensor, got {type(param)}")
-    return Group(
-        options={key: value for key, value in group.items() if key not in _NOT_OPTIONS},
-        mesh=group.get("mesh"),
-        grad_divisor=group.get("grad_divisor"),
-        params=[(name, param) for name, param in pairs if param.requires_grad],
-        frozen=[(name, param) for name, param in pairs if not param.requires_grad],
-        named=any(named),
-        order=[name for name, _ in pairs],
-    )
 
 
 def _without_wrappers(name: str) -> str:
