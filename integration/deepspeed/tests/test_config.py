@@ -71,7 +71,7 @@ def test_a_file_is_read_as_the_dict_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"train_batch_size": 2, // two\n}', "is not JSON .comments are none"),
+        ("{train_batch_size: 2}", "is not JSON: .*double quotes: line 1.* .comments are fine"),
         ("[1]", "must hold an object"),
         (b"\xff\xfe", "is not JSON"),
         ('{"fp16": {"enabled": true, "enabled": false}}', "has a key twice in one object: enabled"),
@@ -82,6 +82,32 @@ def test_a_file_that_holds_no_config_is_an_error(tmp_path, text, words):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=words):
         read_config(path, 1)
+
+
+def test_comments_and_a_last_comma_are_let_pass_and_text_is_left_alone(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        """{ # batches
+        "train_batch_size": 2, // of all ranks
+        /* "gradient_clipping": 3, */ "gradient_clipping": 1.0,
+        "_note": "see https://example.org/#a, /* b */ \\" # c",
+        "fp16": {"enabled": false,},
+        }"""
+    )
+    read = read_config(path, 1)
+    assert (read.batch.train, read.gradient_clipping) == (2, 1.0)
+    assert read.values["_note"] == 'see https://example.org/#a, /* b */ " # c'
+
+
+def test_offload_may_be_said_in_its_old_spelling_and_for_the_parameters_only():
+    asked = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    for zero in (
+        {"stage": 3, "cpu_offload": True},
+        {"stage": 3, "cpu_offload": True, "cpu_offload_param": True},
+        {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}},
+    ):
+        assert read(zero_optimization=zero) == read(zero_optimization=asked)
+    assert read(zero_optimization={"stage": 2, "cpu_offload": True}).sharding.offload.ratio == 1
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
@@ -158,7 +184,6 @@ def test_auto_stays_where_it_is_a_value():
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale must be 0 or more, got -1"),
         ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window must be a whole number, 1 or more, got 0"),
         ({"fp16": {"enabled": True, "min_loss_scale": 2.0**20}}, "a loss scale of 65536, below fp16.min_loss_scale"),
-        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast is True: the engine casts no inputs"),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "master weights are fp32 here"),
         ({"data_types": {"grad_accum_dtype": "fp64"}}, "data_types.grad_accum_dtype must be one of 'fp32'.*got 'fp64'"),
         ({"data_types": {"param_dtype": "bf16"}}, "but fp16.enabled and bf16.enabled say fp32"),
@@ -168,7 +193,10 @@ def test_auto_stays_where_it_is_a_value():
         ({"gradient_clipping": float("nan")}, "gradient_clipping must be a number, got nan"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
         ({"zero_optimization": True}, "zero_optimization must be an object"),
-        ({"zero_optimization": {"cpu_offload": True}}, 'cpu_offload is True: say "offload_optimizer"'),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+            "cpu_offload is the old spelling of zero_optimization.offload_optimizer, which is there too",
+        ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "travel in their own dtypes"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "parameters are gathered from all ranks"),
         ({"zero_optimization": {"zenflow": {}}}, "zenflow is {}: every gradient is used in the step after"),
@@ -180,20 +208,25 @@ def test_auto_stays_where_it_is_a_value():
             "ratio is 0.3 in stage 3, where it must be 0 or 1: .*stages 1 and 2",
         ),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            "together with their states",
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "parameters are whole on each rank there. Offload them in stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "offload_param.device is .nvme.: parameters live on a device or on the CPU",
         ),
         ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, "the optimizer steps once"),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op must be one of 'mean', 'sum', got 'max'"),
         ({"prescale_gradients": True, "zero_optimization": {"stage": 3}}, "averaged as FSDP2 averages them"),
         ({"optimizer": {"type": "Lamb"}}, "'Lamb', which can't be had here: it needs norms of whole parameters"),
-        ({"optimizer": {"type": "adamax"}}, "must be Adam, AdamW or one of torch.optim, spelled as there"),
+        ({"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, "stepstack_deepspeed.Lion has no such argument"),
+        ({"optimizer": {"type": "adamax"}}, "must be Adam, AdamW, Lion or one of torch.optim, spelled as there"),
         ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}}, "torch.optim.SGD has no such argument"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr must be a number, got '1e-3'"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "optimizer.params.betas must be two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, 'clipping is "gradient_clipping"'),
         ({"optimizer": {"type": "Adam", "params": {"lrr": 1}}}, "'optimizer.params.lrr' .did you mean 'lr'"),
-        ({"optimizer": {"type": "Optimizer"}}, "must be Adam, AdamW or one of torch.optim"),
+        ({"optimizer": {"type": "Optimizer"}}, "must be Adam, AdamW, Lion or one of torch.optim"),
         ({"optimizer": {"type": 3}}, "optimizer.type must be a name, got 3"),
         ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type is missing"),
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler.type is missing"),
@@ -209,7 +242,11 @@ def test_auto_stays_where_it_is_a_value():
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16 is .*: it is the old name of bf16"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "initial_scale_power 2000 .* is too large for fp32"),
         ({"fp16": {"enabled": True, "loss_scale": 1e39}}, r"fp16.loss_scale 1e\+39 is too large for fp32"),
-        ({"scheduler": {"type": "OneCycle"}}, "there are WarmupLR, WarmupDecayLR, WarmupCosineLR, and torch's"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "params.cycle_max_lr is missing"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile is True: call engine.compile"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2: all ranks hold the same model"),
+        ({"compression_training": {"x": {"y": 1}}}, "compression_training is there: DeepSpeed has removed it"),
+        ({"checkpoint": {"tag_validation": "no"}}, "checkpoint.tag_validation must be Ignore, Warn or Fail, got 'no'"),
         ({"scheduler": {"type": "Warmup"}}, "must be one of WarmupLR, .* or of torch.optim.lr_scheduler"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps is missing"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}}, "must be a number, or a list with one"),
@@ -240,6 +277,9 @@ def test_what_cannot_be_had_is_refused_by_name_with_the_reason(values, words):
         {"fp16": {"enabled": False, "min_loss_scale": 1e9}},
         {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
         {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"cpu_offload": False, "gather_16bit_weights_on_model_save": True}},
+        {"_comment": "for readers", "compile": {"disable": False, "backend": "inductor"}},
+        {"tensor_parallel": {"autotp_size": 1}, "checkpoint": {"tag_validation": "Warn"}},
     ],
 )
 def test_a_key_that_asks_for_nothing_is_fine(values):
@@ -286,6 +326,20 @@ def test_any_other_name_is_one_of_torchs():
     assert optimizer.optimizer_class is torch.optim.SGD
     assert optimizer.options == {"fused": True, "lr": 0.1, "momentum": 0.9}
     assert not read(optimizer={"type": "RMSprop"}).optimizer.has_flag
+    assert read(optimizer={"type": "adagrad"}).optimizer.optimizer_class is torch.optim.Adagrad
+
+
+def test_lion_is_the_papers():
+    param = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    inner = read(optimizer={"type": "Lion", "params": {"lr": 0.1, "betas": [0.5, 0.75], "weight_decay": 0.5}}).optimizer
+    optimizer = inner.optimizer_class([param], **inner.options)
+    p, m = param.detach().clone(), torch.zeros(3)
+    for grad in (torch.tensor([1.0, -1.0, 0.0]), torch.tensor([-0.5, -1.0, 2.0])):
+        param.grad = grad
+        optimizer.step()
+        p = p * (1 - 0.1 * 0.5) - 0.1 * (0.5 * m + 0.5 * grad).sign()
+        m = 0.75 * m + 0.25 * grad
+        torch.testing.assert_close(param.detach(), p)
 
 
 def test_the_loss_scale_follows_the_config():

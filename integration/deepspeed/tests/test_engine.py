@@ -219,8 +219,8 @@ def test_with_a_scheduler_of_torch_nothing_waits_either():
     engine, optimizer, _, lr_scheduler = initialize(
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))
     )
-    assert isinstance(lr_scheduler.scheduler, LambdaLR)
-    assert lr_scheduler.scheduler.optimizer is optimizer
+    assert isinstance(lr_scheduler, LambdaLR)
+    assert lr_scheduler.optimizer is optimizer
     train(engine)
     with HostSyncs() as syncs:
         train(engine, step=1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from plain import weights
 
-from stepstack_deepspeed import initialize
+from stepstack_deepspeed import Engine, initialize
+from stepstack_deepspeed._elsewhere import ENGINE
 from stepstack_deepspeed._schedules import ScheduledRates, of_config
 from stepstack_deepspeed._section import Section
 from stepstack_testing import on_ranks
@@ -86,33 +87,65 @@ def _reference(case):
     return {"norms": norms, "weights": [weight.detach() for weight in reference.weights]}
 
 
-@pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("WarmupLR", {"warmup_num_steps": 7, "warmup_min_lr": 0.01}),
-        ("WarmupLR", {"warmup_num_steps": 1, "warmup_max_lr": [0.5, 0.25], "warmup_min_lr": [0.1, 0.2]}),
-        ("WarmupDecayLR", {"warmup_num_steps": 5, "total_num_steps": 12, "warmup_max_lr": 0.2}),
-        ("WarmupDecayLR", {"warmup_num_steps": 9, "total_num_steps": 6}),
-        ("WarmupCosineLR", {"warmup_num_steps": 5, "total_num_steps": 13, "warmup_min_ratio": 0.2}),
-        ("WarmupCosineLR", {"warmup_num_steps": 9, "total_num_steps": 6, "cos_min_ratio": 0.3}),
-    ],
-)
-def test_a_schedule_says_the_rates_that_deepspeeds_says(name, params, kind):
+WARMUPS = [
+    ("WarmupLR", {"warmup_num_steps": 7, "warmup_min_lr": 0.01}),
+    ("WarmupLR", {"warmup_num_steps": 1, "warmup_max_lr": [0.5, 0.25], "warmup_min_lr": [0.1, 0.2]}),
+    ("WarmupDecayLR", {"warmup_num_steps": 5, "total_num_steps": 12, "warmup_max_lr": 0.2}),
+    ("WarmupDecayLR", {"warmup_num_steps": 9, "total_num_steps": 6}),
+    ("WarmupCosineLR", {"warmup_num_steps": 5, "total_num_steps": 13, "warmup_min_ratio": 0.2}),
+    ("WarmupCosineLR", {"warmup_num_steps": 9, "total_num_steps": 6, "cos_min_ratio": 0.3}),
+]
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": [0.5, 0.9], "cycle_first_step_size": 4}
+DECAY = {"decay_step_size": 3, "decay_lr_rate": 0.5, "decay_mom_rate": -0.1}
+SCHEDULES = [
+    *((name, params | {"warmup_type": kind}) for name, params in WARMUPS for kind in ("log", "linear")),
+    ("LRRangeTest", {"lr_range_test_min_lr": [0.1, 0.2], "lr_range_test_step_size": 3}),
+    ("LRRangeTest", {"lr_range_test_step_size": 4, "lr_range_test_step_rate": 2, "lr_range_test_staircase": True}),
+    ("OneCycle", CYCLE),
+    ("OneCycle", CYCLE | DECAY),
+    ("OneCycle", CYCLE | DECAY | {"cycle_second_step_size": 7, "cycle_min_mom": 0.6, "cycle_max_mom": [0.9, 0.95]}),
+    ("OneCycle", CYCLE | {"cycle_first_step_size": 7, "cycle_second_step_size": 5, "cycle_first_stair_count": 3}),
+    ("OneCycle", CYCLE | {"cycle_second_stair_count": 2, "cycle_first_stair_count": 4, "decay_lr_rate": 1}),
+    ("OneCycle", CYCLE | {"cycle_second_step_size": 0, "cycle_momentum": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), SCHEDULES)
+def test_a_schedule_says_the_rates_that_deepspeeds_says(name, params):
+    """And the momentum, over more than the whole of it, and again from a state in the middle."""
     from deepspeed.runtime import lr_schedules
 
-    params = params | {"warmup_type": kind}
-    ours, theirs = (
-        torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.5, 0.125)])
-        for _ in range(2)
+    ours, theirs, again = (
+        torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.5, 0.125)])
+        for _ in range(3)
     )
-    applied_steps = torch.zeros(())
-    warmup = of_config(Section({"scheduler": {"type": name, "params": params}}))(ours)
-    schedule = ScheduledRates(ours, warmup, applied_steps, on_device=True)
+    of_ours, of_again = (
+        ScheduledRates(
+            optimizer,
+            of_config(Section({"scheduler": {"type": name, "params": params}}))(optimizer),
+            torch.zeros(()),
+            on_device=True,
+        )
+        for optimizer in (ours, again)
+    )
     stocks = getattr(lr_schedules, name)(theirs, **params)
-    for _ in range(20):
-        assert schedule.get_last_lr() == pytest.approx([group["lr"] for group in theirs.param_groups], rel=1e-7)
-        assert schedule.state_dict() == stocks.state_dict()
-        applied_steps += 1
-        schedule.move()
+    for step in range(30):
+        assert of_ours.get_last_lr() == pytest.approx([group["lr"] for group in theirs.param_groups], rel=1e-6)
+        for group, stock_group in zip(ours.param_groups, theirs.param_groups, strict=True):
+            assert group["betas"] == pytest.approx(stock_group["betas"], rel=1e-12)
+        assert of_ours.state_dict() == stocks.state_dict()
+        if step == 9:
+            of_again.load_state_dict(stocks.state_dict())
+        if step >= 9:
+            assert of_again.get_last_lr() == of_ours.get_last_lr()
+        for schedule in (of_ours, of_again):
+            schedule._applied_steps += 1
+            schedule.move()
         stocks.step()
+
+
+def test_each_public_name_of_deepspeeds_engine_is_here_or_says_what_to_write():
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    theirs = {name for name in dir(DeepSpeedEngine) if not name.startswith("_")}
+    assert sorted(theirs - {*dir(Engine)} - ENGINE.keys()) == []

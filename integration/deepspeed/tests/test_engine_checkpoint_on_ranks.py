@@ -145,12 +145,8 @@ def test_a_scheduler_of_torch_goes_on_too(tmp_path):
     assert all(map(torch.equal, engine.module.parameters(), other.module.parameters()))
 
 
-def test_what_cannot_be_left_out_is_refused(tmp_path):
+def test_a_checkpoint_without_a_schedule_does_not_continue_one(tmp_path):
     engine, *_ = initialize(model=net(), config=config(), dist_init_required=False)
-    with pytest.raises(ValueError, match="exclude_frozen_parameters is true"):
-        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
-    with pytest.raises(ValueError, match="load_module_strict is false"):
-        engine.load_checkpoint(tmp_path, load_module_strict=False)
     engine.save_checkpoint(tmp_path)
     scheduled, *_ = initialize(model=net(), config=config(scheduler=SCHEDULE), dist_init_required=False)
     with pytest.raises(CheckpointError, match="saved without a schedule: load_lr_scheduler_states=False"):
@@ -162,6 +158,19 @@ def test_a_tag_is_the_name_of_a_folder_inside(tmp_path, tag):
     engine, *_ = initialize(model=net(), config=config(), dist_init_required=False)
     with pytest.raises(ValueError, match=r"tag is .*: it must be the name of a folder inside of save_dir"):
         engine.save_checkpoint(tmp_path, tag=tag)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine, *_ = initialize(model=net(), config=config(), dist_init_required=False)
+    for call, argument in (
+        (engine.save_checkpoint, "save_dir"),
+        (engine.load_checkpoint, "load_dir"),
+        (engine.save_16bit_model, "save_dir"),
+    ):
+        with pytest.raises(ValueError, match=f"{argument} is empty"):
+            call("")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau
 
-from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler, Warmup, of_caller, of_config
+from stepstack_deepspeed._curves import Curve
+from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler, of_caller, of_config
 from stepstack_deepspeed._section import Section
 from stepstack_fused_adam import FusedAdamW
 from stepstack_grad_scaler import GradScaler
@@ -25,7 +26,7 @@ def rates(scheduler, *, lrs=(0.5,), steps=12):
     section = Section({"scheduler": scheduler})
     made = of_config(section)(optimizer)
     assert section.finish() == []
-    assert isinstance(made, Warmup)
+    assert isinstance(made, Curve)
     schedule = ScheduledRates(optimizer, made, applied_steps, on_device=True)
     said = [schedule.get_last_lr()]
     for _ in range(steps):
@@ -95,7 +96,7 @@ def test_for_an_optimizer_that_waits_anyway_rates_are_numbers():
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_scheduler_of_torch_stays_where_it_is_in_a_skipped_step(on_device):
     optimizer, scaler = optimizer_of(1.0, 2.0), GradScaler("cpu")
-    schedule = SteppedScheduler(LambdaLR(optimizer, lambda step: 0.5**step), optimizer, scaler, on_device=on_device)
+    schedule = SteppedScheduler(LambdaLR(optimizer, lambda step: 0.5**step), scaler, on_device=on_device)
     said = [schedule.get_last_lr()]
     for skipped in (0.0, 1.0, 1.0, 0.0, 1.0):
         optimizer.step()
@@ -106,16 +107,48 @@ def test_a_scheduler_of_torch_stays_where_it_is_in_a_skipped_step(on_device):
     assert [second for _, second in said] == [2, 1, 1, 1, 0.5, 0.5]
 
 
-def test_a_scheduler_of_an_optimizer_that_was_taken_over_moves_the_other():
-    given, ours, scaler = optimizer_of(1.0), optimizer_of(1.0), GradScaler("cpu")
-    scheduler = LambdaLR(given, lambda step: 0.5**step)
-    given.step()
-    schedule = SteppedScheduler(scheduler, ours, scaler, on_device=True)
-    ours.param_groups[0]["weight_decay"] = 0.25  # by the loop
-    scaler.update(found_inf=torch.zeros(()))
+def test_the_scheduler_itself_tells_of_the_applied_steps_and_is_moved_by_the_engine_only():
+    optimizer, scaler = optimizer_of(1.0), GradScaler("cpu")
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    schedule = SteppedScheduler(scheduler, scaler, on_device=True)
+    for skipped in (0.0, 1.0):
+        optimizer.step()
+        scaler.update(found_inf=torch.tensor(skipped))
+        schedule.move()
+    assert scheduler.get_last_lr() == [0.5]
+    assert scheduler.state_dict() == schedule.state_dict()
+    assert isinstance(scheduler, LambdaLR)
+    with pytest.raises(RuntimeError, match=r"engine.step\(\) moves the schedule"):
+        scheduler.step()
+    state = scheduler.state_dict()
     schedule.move()
-    assert ours.param_groups[0]["lr"] == 0.5
-    assert ours.param_groups[0]["weight_decay"] == 0.25
+    scheduler.load_state_dict(state)
+    assert scheduler.get_last_lr() == [0.5]
+
+
+def test_one_cycle_goes_up_and_down_with_the_momentum_the_other_way_round():
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2, "cycle_second_step_size": 4}
+    params |= {"decay_step_size": 1, "decay_lr_rate": 1.0, "cycle_min_mom": 0.5, "cycle_max_mom": 0.9}
+    optimizer, applied_steps = optimizer_of(1.0), torch.zeros(())
+    made = of_config(Section({"scheduler": {"type": "OneCycle", "params": params}}))(optimizer)
+    schedule = ScheduledRates(optimizer, made, applied_steps, on_device=True)
+    said = [(*schedule.get_lr(), schedule.get_mom()[0][0])]
+    for _ in range(8):
+        applied_steps += 1
+        schedule.move()
+        said.append((*schedule.get_last_lr(), schedule.get_mom()[0][0]))
+    assert [lr for lr, _ in said] == pytest.approx([0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1 / 2, 0.1 / 3])
+    assert [beta for _, beta in said] == pytest.approx([0.5, 0.7, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.9])
+    with pytest.raises(RuntimeError, match=r"engine.step\(\) moves the schedule"):
+        schedule.step()
+
+
+def test_a_range_test_goes_up_without_an_end():
+    params = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 0.5}
+    said = rates({"type": "LRRangeTest", "params": params}, steps=4)
+    assert list(chain(*said)) == pytest.approx([0.1, 0.125, 0.15, 0.175, 0.2])
+    said = rates({"type": "LRRangeTest", "params": params | {"lr_range_test_staircase": True}}, steps=4)
+    assert list(chain(*said)) == pytest.approx([0.1, 0.1, 0.15, 0.15, 0.2])
 
 
 def test_the_config_may_name_a_scheduler_of_torch():
@@ -140,7 +173,7 @@ def test_what_is_no_scheduler_of_this_optimizer_is_refused():
 
 def test_a_scheduler_that_changes_more_than_the_rate_says_how_not_to():
     optimizer, scaler = optimizer_of(1.0), GradScaler("cpu")
-    schedule = SteppedScheduler(OneCycleLR(optimizer, 1.0, 10), optimizer, scaler, on_device=True)
+    schedule = SteppedScheduler(OneCycleLR(optimizer, 1.0, 10), scaler, on_device=True)
     optimizer.step()
     scaler.update(found_inf=torch.zeros(()))
     with pytest.raises(RuntimeError, match="cycle_momentum=False"):

@@ -1,12 +1,10 @@
 """A DeepSpeed config, read and checked: every key of it is used, known to have no effect, or refused."""
 
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,10 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stepstack_deepspeed import _schedules
 from stepstack_deepspeed._batch import Batch
+from stepstack_deepspeed._curves import Curve
+from stepstack_deepspeed._json import loaded
 from stepstack_deepspeed._optimizers import Inner
 from stepstack_deepspeed._precision import Precision
 from stepstack_deepspeed._processes import this_rank
-from stepstack_deepspeed._schedules import Warmup
 from stepstack_deepspeed._section import Section
 from stepstack_deepspeed._sharding import Sharding
 
@@ -28,10 +27,11 @@ _WITHOUT_EFFECT = (
     "activation_checkpointing",
     "aio",
     "autotuning",
-    "checkpoint",
     "comet",
+    "comms_config",
     "comms_logger",
     "csv_monitor",
+    "cuda_visible_devices",
     "datastates_config",
     "disable_allgather",
     "disable_python_gc",
@@ -39,6 +39,7 @@ _WITHOUT_EFFECT = (
     "flops_profiler",
     "log_level",
     "memory_breakdown",
+    "monitor_config",
     "seq_parallel_communication_data_type",
     "steps_per_print",
     "tensorboard",
@@ -49,19 +50,17 @@ _WITHOUT_EFFECT = (
     "wandb",
 )
 _OTHER_ENGINES = {
-    "compile": "call torch.compile on the model, or its blocks, before",
-    "compression_training": "it changes the model, which is not this engine's work",
     "data_efficiency": "it changes the data, which is not this engine's work",
     "expert_parallel": "all ranks hold the same model here",
     "hybrid_engine": "this engine trains only",
     "pipeline": "all ranks hold the same model here",
-    "tensor_parallel": "all ranks hold the same model here",
     "torch_autocast": "say bf16 or fp16, or use torch.autocast in the model's forward",
     "weight_quantization": "this engine trains only",
 }
 # What DeepSpeed itself does not read any more, or not under this name.
 _REMOVED = (
     "amp",
+    "compression_training",
     "curriculum_learning",
     "eigenvalue",
     "elasticity",
@@ -72,6 +71,7 @@ _REMOVED = (
     "sparse_attention",
     "sparse_gradients",
 )
+_OF_EACH_RANK = ("optimizer", "schedule", "values")
 # Where Hugging Face's Trainer takes what it writes in place of "auto".
 _AUTO = {
     "train_batch_size": "per_device_train_batch_size * gradient_accumulation_steps * ranks; may be left out",
@@ -101,15 +101,19 @@ class Config:
     gradient_clipping: float
     """0 for none."""
     optimizer: Inner | None
-    schedule: Callable[[Optimizer], Warmup | LRScheduler] | None
+    schedule: Callable[[Optimizer], Curve | LRScheduler] | None
     drop_last: bool
     """The last batch of a data set, if it is smaller."""
     managed_accumulation: bool
     """The engine counts the backwards of a step. Otherwise each call of `step` is one of the optimizer."""
+    tags_that_differ: str
+    """Ranks that save under other tags than the first: ignore, warn or fail."""
+    values: Mapping[str, Any] = field(compare=False)
+    """The config as it was given."""
 
     def numbers(self) -> dict[str, str]:
         """What ranks must agree on, but for the optimizer and the schedule, as text."""
-        return {key: str(value) for key, value in vars(self).items() if key not in ("optimizer", "schedule")}
+        return {key: str(value) for key, value in vars(self).items() if key not in _OF_EACH_RANK}
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str], ranks: int) -> Config:
@@ -118,7 +122,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str], ranks: int) 
     Raises ValueError, by the key's full name, for what can't be had, for what contradicts, and for keys that nobody
     knows, all in one. Warns once of those that have no effect here.
     """
-    values = _loaded(config)
+    values = loaded(config)
     _refuse_auto(values)
     section = Section(values)
     precision = Precision.read(section)
@@ -133,6 +137,8 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str], ranks: int) 
         schedule=_schedules.of_config(section),
         drop_last=section.flag("dataloader_drop_last"),
         managed_accumulation=section.flag("managed_gradient_accumulation", True),
+        tags_that_differ=_read_checkpoint(section.section("checkpoint")),
+        values=values,
     )
     _look_at_the_rest(section)
     return read
@@ -144,10 +150,27 @@ def _read_clipping(section: Section) -> float:
     return section.number("gradient_clipping", 1.0, at_least=0)
 
 
+def _read_checkpoint(checkpoint: Section) -> str:
+    checkpoint.without_effect("load_universal", "parallel_write", "use_node_local_storage", as_here=(False,))
+    checkpoint.without_effect("checkpoint_serialization", as_here=(True,))
+    checkpoint.without_effect("writer")
+    said = checkpoint.value("tag_validation", "warn")
+    if not isinstance(said, str) or said.lower() not in ("ignore", "warn", "fail"):
+        raise ValueError(f"{checkpoint.name('tag_validation')} must be Ignore, Warn or Fail, got {said!r}")
+    return said.lower()
+
+
 def _look_at_the_rest(section: Section) -> None:
     section.without_effect(*_WITHOUT_EFFECT, as_here=(False,))
     section.without_effect("zero_allow_untested_optimizer", as_here=(True, False))
     section.without_effect("zero_force_ds_cpu_optimizer", as_here=(True, False))
+    section.comments()
+    compiled = section.section("compile")
+    compiled.refuse("deepcompile", "call engine.compile(), or torch.compile on the model's blocks before")
+    compiled.rest()  # what else is there is for deepcompile, or for engine.compile()'s caller
+    parallel = section.section("tensor_parallel")
+    parallel.refuse("autotp_size", "all ranks hold the same model here", unless=(0, 1))
+    parallel.rest()
     section.refuse("sequence_parallel_size", "all ranks see other samples here", unless=(1,))
     for key, because in _OTHER_ENGINES.items():
         section.refuse(key, because, unless=({},))
@@ -156,31 +179,6 @@ def _look_at_the_rest(section: Section) -> None:
     idle = section.finish()
     if idle and this_rank() == 0:
         warnings.warn(f"keys of the config that have no effect here: {', '.join(idle)}", UserWarning, stacklevel=4)
-
-
-def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    if not isinstance(config, str | os.PathLike):
-        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
-    path = Path(config)
-    if not path.is_file():
-        raise FileNotFoundError(f"config must be a dict or the path of a JSON file; there is no file {str(path)!r}")
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON (comments are none): {error}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold an object with keys and values, not {loaded!r}")
-    return loaded
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"the config has a key twice in one object: {', '.join(twice)}")
-    return dict(pairs)
 
 
 def _refuse_auto(values: Mapping[str, Any]) -> None:

@@ -1,26 +1,30 @@
 """`Engine`: a model, its optimizer and its schedule, with the calls of DeepSpeed's engine."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from stepstack import OptimizerStep, StepResult
-from stepstack_deepspeed import _engine_checkpoint
 from stepstack_deepspeed._config import Config
+from stepstack_deepspeed._config_calls import ConfigCalls
+from stepstack_deepspeed._curves import rates_of
+from stepstack_deepspeed._elsewhere import ENGINE, explained
 from stepstack_deepspeed._fsdp import forget_backward_, reshard_
-from stepstack_deepspeed._precision import scaled
+from stepstack_deepspeed._precision import in_half, scaled
 from stepstack_deepspeed._processes import ranks, this_rank
+from stepstack_deepspeed._saved_calls import SavedCalls
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
+from stepstack_deepspeed._weights import keep_masters_up_
 from stepstack_sharded_states import ShardedOptimizer
 
 
-class Engine(nn.Module):
+class Engine(ConfigCalls, SavedCalls, nn.Module):
     """What `initialize` makes of a model and a config. In a loop:
 
         for batch in dataloader:
@@ -41,18 +45,22 @@ class Engine(nn.Module):
         module: nn.Module,
         optimizer: Optimizer,
         optimizer_step: OptimizerStep,
-        lr_scheduler: ScheduledRates | SteppedScheduler | None,
+        schedule: ScheduledRates | SteppedScheduler | None,
         *,
         config: Config,
         device: torch.device,
+        training_dataloader: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler = schedule.scheduler if isinstance(schedule, SteppedScheduler) else schedule
+        self.training_dataloader = training_dataloader
         self.device = device
         """Of this process, for its batches."""
         self.global_rank, self.world_size = this_rank(), ranks()
+        self.dp_world_size, self.mp_world_size = self.world_size, 1
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
         self.micro_steps = 0
         """Calls of `step`."""
         self.global_steps = 0
@@ -65,16 +73,21 @@ class Engine(nn.Module):
         """Steps of the optimizer that changed the parameters: 0-d fp32, on the device."""
         self._config = config
         self._optimizer_step = optimizer_step
+        self._schedule = schedule
         self._skipped_steps = torch.zeros_like(optimizer_step.applied_steps)
         self._result: StepResult | None = None
         self._last_step_was_whole = False
         self._boundary: bool | None = None
         self._in_step = False
         self._backwards = 0
+        self._steps_counted = 0  # since the last one of the optimizer
         self._no_sync = False
+        keep_masters_up_(module, optimizer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module gives."""
+        """What the module gives. With `fp16.auto_cast` it gets positional inputs in fp16."""
+        if self._config.precision.casts_inputs:
+            inputs = in_half(inputs)
         return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -122,6 +135,7 @@ class Engine(nn.Module):
         self._in_step = False
         if self._last_step_was_whole:
             self._step_optimizer()
+        self._steps_counted = 0 if self._last_step_was_whole else self._steps_counted + 1
         self.micro_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,7 +166,7 @@ class Engine(nn.Module):
             return self._boundary
         if not self._config.managed_accumulation:
             return self._in_step
-        return (self.micro_steps + 1) % self._config.batch.accumulation == 0
+        return (self._steps_counted + 1) % self._config.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on each backward is the last one before a step, or none is; to be set before the forward."""
@@ -186,85 +200,33 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, for the next step. Waits, if a schedule has made it a tensor."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return rates_of(self.optimizer)
 
-    def save_checkpoint(
-        self,
-        save_dir: str | PathLike[str],
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Path:
-        """Write everything into `save_dir/tag`, complete or not at all; return the checkpoint's path.
+    def get_mom(self) -> list[Any]:
+        """The momentum of each parameter group, or its betas; 0 for one that has neither."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
-        Every rank calls this and writes its share; RuntimeError in the middle of an accumulation. `tag` is
-        `global_step{n}` unless given. `client_state` consists of numbers, text, lists, dicts and the like (see
-        `stepstack.save_checkpoint`). `save_latest` writes the tag into `save_dir/latest`, when all is complete.
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` of the module, in place, with these arguments; `compile_kwargs` among them are unpacked."""
+        kwargs |= kwargs.pop("compile_kwargs", None) or {}
+        self.module.compile(*args, **kwargs)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether that was called."""
+        return self.module._compiled_call_impl is not None
+
+    def empty_partition_cache(self) -> None:
+        """Give back the memory of parameters that are gathered (stage 3)."""
+        reshard_(self.module)
+
+    def destroy(self) -> None:
+        """Give back the memory of the gradients and gathered parameters, for an engine that is not used any more.
+
+        The rest goes with the last reference; the process group is its maker's.
         """
-        if exclude_frozen_parameters:
-            raise ValueError("exclude_frozen_parameters is true: a checkpoint has the whole model")
-        if self._backwards:
-            raise RuntimeError(
-                f"save_checkpoint() with the gradients of {self._backwards} backwards, which it would lose: "
-                "save after the step, or call zero_grad()"
-            )
-        return _engine_checkpoint.save(self, save_dir, tag, client_state or {}, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[Path | None, Any]:
-        """Make everything what it was, on any number of ranks and in any stage; return the path and the client state.
-
-        Every rank calls this. Without a tag it is the one in `load_dir/latest`; (None, None), and a log message, if
-        there is none. What isn't loaded stays as it is: counts go with all but `load_module_only`. Gradients are
-        forgotten.
-        `stepstack.CheckpointError`, on every rank, for what is incomplete or doesn't fit; then nothing has changed.
-        """
-        if not load_module_strict:
-            raise ValueError("load_module_strict is false: a checkpoint must have the model's names, all of them")
-        return _engine_checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            optimizer_states=load_optimizer_states,
-            lr_scheduler_states=load_lr_scheduler_states,
-            module_only=load_module_only,
-        )
-
-    def train_batch_size(self) -> int:
-        """Samples in a step of the optimizer, of all ranks."""
-        return self._config.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in a backward of one rank."""
-        return self._config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backwards in a step of the optimizer."""
-        return self._config.batch.accumulation
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are scaled down to; 0 for no clipping."""
-        return self._config.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        return self._config.sharding.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether the weights are fp16 in forward and backward."""
-        return self._config.precision.dtype == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the weights are bf16 in forward and backward."""
-        return self._config.precision.dtype == torch.bfloat16
+        self.zero_grad()
+        reshard_(self.module)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -274,8 +236,8 @@ class Engine(nn.Module):
                 raise
             if hasattr(self.module, name):
                 return getattr(self.module, name)
-            kind = type(self.module).__name__
-            raise AttributeError(f"neither the engine nor its module, of class {kind}, has {name!r}") from None
+            who = f"neither the engine nor its module, of class {type(self.module).__name__}, has"
+            raise AttributeError(explained(who, name, ENGINE)) from None
 
     def _step_optimizer(self) -> None:
         if not self._backwards:
@@ -284,14 +246,17 @@ class Engine(nn.Module):
                 "loss scale and the division by the accumulation steps. Call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        self._backwards = 0
+        backwards, self._backwards = self._backwards, 0
         self._result = self._optimizer_step()
         reshard_(self.module)
         self._skipped_steps += self._result.skipped
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.move()
+        if self._schedule is not None:
+            self._schedule.move()
         self.global_steps += 1
-        self.global_samples += self._config.batch.train
+        batch = self._config.batch
+        self.global_samples += (
+            batch.train if self._config.managed_accumulation else (backwards * batch.micro * batch.ranks)
+        )
 
     def _reducing_or_not(self) -> AbstractContextManager[None]:
         if self._config.sharding.reduces_always or self.is_gradient_accumulation_boundary():

@@ -2,14 +2,18 @@
 
 import logging
 import os
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 import stepstack
 from stepstack import CheckpointError
 from stepstack_deepspeed._fsdp import reshard_
-from stepstack_deepspeed._processes import on_first
+from stepstack_deepspeed._processes import on_first, ranks
+from stepstack_deepspeed._weights import without_frozen
 from stepstack_sharded_states import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -21,13 +25,22 @@ _LATEST = "latest"
 _ASIDE = f"{_LATEST}.new"
 
 
-def save(engine: "Engine", folder: str | PathLike[str], tag: str | None, client_state: Any, save_latest: bool) -> Path:
+def save(
+    engine: "Engine",
+    folder: str | PathLike[str],
+    tag: str | None,
+    client_state: Any,
+    save_latest: bool,
+    *,
+    exclude_frozen: bool,
+) -> Path:
     """Write `folder/tag/step_N`, and then `folder/latest`. Every rank calls this."""
-    folder = Path(folder)
+    folder = checked_folder(folder, "save_dir")
     tag = f"global_step{engine.global_steps}" if tag is None else _checked(str(tag))
+    tag = _agreed(tag, engine._config.tags_that_differ)
     path = stepstack.save_checkpoint(
         folder / tag,
-        model=engine.module,
+        model=without_frozen(engine.module) if exclude_frozen else engine.module,
         optimizer=engine.optimizer,
         scheduler=Progress(engine),
         extra=client_state,
@@ -43,12 +56,13 @@ def load(
     folder: str | PathLike[str],
     tag: str | None,
     *,
+    strict: bool,
     optimizer_states: bool,
     lr_scheduler_states: bool,
     module_only: bool,
 ) -> tuple[Path | None, Any]:
     """Make the engine what it was, or the parts of it that are asked for. Every rank calls this."""
-    folder = Path(folder)
+    folder = checked_folder(folder, "load_dir")
     if tag is None:
         tag = on_first(lambda: _latest(folder))
         if tag is None:
@@ -56,12 +70,18 @@ def load(
     schedule = engine.lr_scheduler
     before = {} if schedule is None else schedule.state_dict()
     optimizer_states = optimizer_states and not module_only
-    loaded = stepstack.load_checkpoint(
+    read = partial(
+        stepstack.load_checkpoint,
         folder / str(tag),
-        model=engine.module,
         optimizer=engine.optimizer if optimizer_states else None,
         scheduler=None if module_only else Progress(engine, scale=optimizer_states, lr_scheduler=lr_scheduler_states),
     )
+    try:
+        loaded = read(model=engine.module)
+    except CheckpointError:
+        if strict or all(param.requires_grad for param in engine.module.parameters()):
+            raise
+        loaded = read(model=without_frozen(engine.module))
     reshard_(engine.module)
     engine.zero_grad()
     if not optimizer_states and isinstance(engine.optimizer, ShardedOptimizer):
@@ -70,6 +90,28 @@ def load(
         goes_on = lr_scheduler_states and not module_only
         schedule.load_state_dict(schedule.state_dict() if goes_on else before)
     return loaded.path, loaded.extra
+
+
+def checked_folder(folder: str | PathLike[str], argument: str) -> Path:
+    """ValueError for one without a name, which would be the current folder."""
+    if not os.fspath(folder):
+        raise ValueError(f"{argument} is empty: it must be the path of a folder ('.' is the current one)")
+    return Path(folder)
+
+
+def _agreed(tag: str, where_they_differ: str) -> str:
+    """The first rank's. Every rank calls this."""
+    if ranks() == 1:
+        return tag
+    tags: list[Any] = [None] * ranks()
+    dist.all_gather_object(tags, tag)
+    others = {f"rank {rank} says {other!r}" for rank, other in enumerate(tags) if other != tags[0]}
+    if others and where_they_differ != "ignore":
+        words = f"the tag of rank 0 is {tags[0]!r}, but {', '.join(sorted(others))}: all ranks give the same"
+        if where_they_differ == "fail":
+            raise ValueError(words)
+        log.warning("%s; this checkpoint has rank 0's", words)
+    return str(tags[0])
 
 
 def _checked(tag: str) -> str:
@@ -130,5 +172,6 @@ class Progress:
             engine.scaler.load_state_dict(state_dict["scaler"])
         engine.global_steps = state_dict["global_steps"]
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        engine._steps_counted = 0
         engine.global_samples = state_dict["global_samples"]
         engine.skipped_steps = state_dict["skipped_steps"]

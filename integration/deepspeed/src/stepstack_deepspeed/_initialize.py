@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from stepstack import OptimizerStep
 from stepstack_deepspeed import _optimizers, _schedules
 from stepstack_deepspeed._config import Config, read_config
+from stepstack_deepspeed._curves import Curve
 from stepstack_deepspeed._engine import Engine
 from stepstack_deepspeed._optimizers import Inner
 from stepstack_deepspeed._parameters import Groups, convert_, groups_of, groups_of_optimizer
 from stepstack_deepspeed._precision import constant_scale
 from stepstack_deepspeed._processes import check_alike, join, ranks, this_rank
-from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler, Warmup
+from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
 from stepstack_deepspeed._states import sharded_optimizer
+from stepstack_deepspeed._views import hand_over_, name_as_deepspeed_
 
 
 def initialize(
@@ -35,7 +37,7 @@ def initialize(
     dist_init_required: bool | None = None,
     mpu: Any = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Engine, Optimizer, DataLoader[Any] | None, ScheduledRates | SteppedScheduler | None]:
+) -> tuple[Engine, Optimizer, DataLoader[Any] | None, ScheduledRates | LRScheduler | None]:
     """An engine for a model, its optimizer, a loader of the training data and the schedule: `(engine, optimizer,
     dataloader, lr_scheduler)`, the last two None where nothing asks for them. The calls and the config are DeepSpeed's.
 
@@ -43,13 +45,15 @@ def initialize(
       ranks give the same; they start with the first rank's values.
     - config: a dict, or the path of a JSON file. Also found as `config_params` or `args.deepspeed_config`.
     - optimizer: instead of the config's. An optimizer of the model's parameters that has made no step, or a class or
-      function that makes one of them. Its class, groups and options are taken over; it is left without parameters.
+      function that makes one of them. Its class, groups and options are taken over; from then on it shows the groups
+      and states of the one given back, which may be edited in either, and can't be stepped.
     - model_parameters: what is trained: parameters or groups, as torch's optimizers take them. None: all of the
       model's that require a gradient.
     - training_data: a data set, of which each rank's loader gives a share, in micro-batches, shuffled anew by
       `dataloader.sampler.set_epoch`; an iterable one is taken as each rank has it. `collate_fn` is the loader's.
     - lr_scheduler: instead of the config's. A torch scheduler of the optimizer given here, or a function that makes one
-      of the optimizer given back. The engine moves it, and no skipped step uses up one of its rates.
+      of the optimizer given back; it is given back itself. The engine moves it, and no skipped step uses up one of
+      its rates.
     - dist_init_required: None and True join the default process group if that was not done; without a launcher it is
       this process alone. False never does.
 
@@ -72,6 +76,9 @@ def initialize(
     convert_(model, read.precision.dtype)
     inner, groups, given = _optimizer_and_groups(read, model, optimizer, model_parameters)
     sharded = sharded_optimizer(model, groups, inner, device=device, precision=read.precision, sharding=read.sharding)
+    if given is not None:
+        given.step()  # of no parameters: a scheduler wants to see its optimizer step
+        hand_over_(given, sharded)
     schedule = _schedule(read, lr_scheduler, sharded, given)
     scaler = None
     if read.precision.loss_scale is not None:
@@ -80,14 +87,15 @@ def initialize(
         scaler = constant_scale(device.type, 1.0)  # it knows on the device which steps were skipped
     step = OptimizerStep(sharded, max_norm=read.gradient_clipping or None, scaler=scaler)
     rates: ScheduledRates | SteppedScheduler | None = None
-    if isinstance(schedule, Warmup):
+    if isinstance(schedule, Curve):
         rates = ScheduledRates(sharded, schedule, step.applied_steps, on_device=inner.has_flag)
     elif schedule is not None:
         assert scaler is not None
-        rates = SteppedScheduler(schedule, sharded, scaler, on_device=inner.has_flag)
+        rates = SteppedScheduler(schedule, scaler, on_device=inner.has_flag)
     dataloader = None if training_data is None else _dataloader(training_data, collate_fn, read, device)
-    engine = Engine(model, sharded, step, rates, config=read, device=device)
-    return engine, sharded, dataloader, rates
+    engine = Engine(model, sharded, step, rates, config=read, device=device, training_dataloader=dataloader)
+    name_as_deepspeed_(engine, given)
+    return engine, sharded, dataloader, engine.lr_scheduler
 
 
 def _only_one(*configs: Any) -> Any:
@@ -116,13 +124,10 @@ def _optimizer_and_groups(
 
 def _schedule(
     config: Config, lr_scheduler: Any, optimizer: Optimizer, given: Optimizer | None
-) -> Warmup | LRScheduler | None:
+) -> Curve | LRScheduler | None:
     if lr_scheduler is None:
         return None if config.schedule is None else config.schedule(optimizer)
-    scheduler = _schedules.of_caller(lr_scheduler, optimizer, given)
-    if scheduler.optimizer is given:
-        given.step()  # of no parameters: a scheduler wants to see its optimizer step
-    return scheduler
+    return _schedules.of_caller(lr_scheduler, optimizer, given)
 
 
 def _dataloader(

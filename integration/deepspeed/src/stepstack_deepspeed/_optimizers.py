@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from stepstack_deepspeed._lion import Lion
 from stepstack_deepspeed._section import Section, check_arguments
 from stepstack_fused_adam import FusedAdam
 
+HANDED_OVER = "_handed_over"
+"""An attribute of an optimizer whose parameters an engine has."""
 _ELSEWHERE = {
     "lamb": "it needs norms of whole parameters",
     "onebitlamb": "it needs norms of whole parameters",
-    "lion": "torch has none",
     "muon": "it needs whole matrices",
     "muadam": "it is of the package mup",
     "muadamw": "it is of the package mup",
@@ -52,7 +54,10 @@ class Inner:
             raise ValueError(f"optimizer.type is {name!r}, which can't be had here: {_ELSEWHERE[name.lower()]}")
         if name.lower() in ("adam", "adamw"):
             return _adam(name.lower(), params)
-        return _of_torch(name, params, steps_dtensors)
+        if name.lower() == "lion":
+            params.without_effect("set_grad_none", as_here=(True,))
+            return _of_class(Lion, params, "stepstack_deepspeed", steps_dtensors)
+        return _of_torch("Adagrad" if name == "adagrad" else name, params, steps_dtensors)
 
 
 def of_caller(optimizer: Any, params: list[Any]) -> Optimizer:
@@ -66,13 +71,15 @@ def of_caller(optimizer: Any, params: list[Any]) -> Optimizer:
         optimizer = optimizer(params)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"the function given as optimizer must make a torch.optim.Optimizer; it made {optimizer!r}")
+    if getattr(optimizer, HANDED_OVER, False):
+        raise ValueError("the optimizer has no parameters: another engine has taken them over. Make a new one")
     if optimizer.state:
         raise ValueError(
             "the optimizer has made steps: its states are of whole parameters. Give a new one, and load a checkpoint "
             "of the engine"
         )
     if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError("the optimizer has no parameters: another engine has taken them over. Make a new one")
+        raise ValueError("the optimizer has no parameters")
     return optimizer
 
 
@@ -124,9 +131,15 @@ def _of_torch(name: str, params: Section, steps_dtensors: bool) -> Inner:
         not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer))
         or optimizer_class is Optimizer
     ):
-        raise ValueError(f"optimizer.type is {name!r}: it must be Adam, AdamW or one of torch.optim, spelled as there")
+        raise ValueError(
+            f"optimizer.type is {name!r}: it must be Adam, AdamW, Lion or one of torch.optim, spelled as there"
+        )
+    return _of_class(optimizer_class, params, "torch.optim", steps_dtensors)
+
+
+def _of_class(optimizer_class: type[Optimizer], params: Section, module: str, steps_dtensors: bool) -> Inner:
     options = _numbers(params) | params.rest()
-    check_arguments(optimizer_class, options, params, module="torch.optim")
+    check_arguments(optimizer_class, options, params, module=module)
     if steps_dtensors:
         check_steps_dtensors(optimizer_class, options.get("fused"))
         return Inner(optimizer_class, options)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,13 +84,15 @@ class Precision:
     grad_dtype: torch.dtype | None
     """In which gradients are accumulated and reduced; None: in `dtype`."""
     loss_scale: LossScale | None
+    casts_inputs: bool = False
+    """Floating point inputs of forward become fp16."""
 
     @classmethod
     def read(cls, config: Section) -> "Precision":
         fp16 = config.section("fp16")
         half = fp16.flag("enabled")
         loss_scale = LossScale.read(fp16, enabled=half)
-        fp16.refuse("auto_cast", "the engine casts no inputs; let the model do it, or the loop")
+        casts_inputs = fp16.flag("auto_cast")
         fp16.refuse("fp16_master_weights_and_grads", _MASTERS)
         if "bf16" in config:
             config.refuse("bfloat16", "it is the old name of bf16, which is there too", unless=())
@@ -112,7 +115,12 @@ class Precision:
             )
         types.refuse("buffer_dtype", "buffers keep the dtype that the model gives them", unless=())
         types.without_effect("keep_in_fp32_modules", as_here=("auto",))
-        return cls(dtype, None if grad_dtype is None else _DTYPES[grad_dtype], loss_scale if half else None)
+        return cls(
+            dtype,
+            None if grad_dtype is None else _DTYPES[grad_dtype],
+            loss_scale if half else None,
+            casts_inputs and half,
+        )
 
     @property
     def is_mixed(self) -> bool:
@@ -132,6 +140,19 @@ class Precision:
 def constant_scale(device_type: str, scale: float) -> GradScaler:
     """A loss scale that never changes. Its scaler counts what is skipped all the same."""
     return GradScaler(device_type, scale, min_scale=scale, max_scale=scale)
+
+
+def in_half(value: Any) -> Any:
+    """Floating point tensors made fp16, in lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(in_half, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(in_half, value))
+    if isinstance(value, dict):
+        return {key: in_half(one) for key, one in value.items()}
+    return value
 
 
 def scaled(loss: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:

@@ -98,6 +98,10 @@ class Section:
         self._known.update(keys)
         self._idle += [key for key in keys if not _one_of(self._values.get(key), (None, *as_here))]
 
+    def comments(self) -> None:
+        """Keys that begin with an underscore are for readers only."""
+        self._known.update(key for key in self._values if key.startswith("_"))
+
     def refuse(self, key: str, because: str, *, unless: Sequence[Any] = (False,)) -> None:
         """A key that can't be had here, and the reason.
 
@@ -107,7 +111,8 @@ class Section:
         value = self._values.get(key)
         disabled = isinstance(value, Mapping) and value.get("enabled") is False
         if not disabled and not _one_of(value, (None, *unless)):
-            raise ValueError(f"{self.name(key)} is {value!r}: {because}")
+            said = "there" if isinstance(value, Mapping) and value else repr(value)
+            raise ValueError(f"{self.name(key)} is {said}: {because}")
 
     def finish(self) -> list[str]:
         """The keys that are known and have no effect. ValueError with all keys that nobody knows."""

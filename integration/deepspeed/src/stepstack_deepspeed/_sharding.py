@@ -25,8 +25,6 @@ _TUNING = (
     "round_robin_gradients",
     "save_muon_momentum_buffer_in_memory",
     "stage3_allgather_sequential",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save",
     "stage3_model_persistence_threshold",
     "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
@@ -36,7 +34,16 @@ _TUNING = (
     "use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
 )
-_AS_HERE = ("allgather_partitions", "contiguous_gradients", "elastic_checkpoint", "overlap_comm", "reduce_scatter")
+_AS_HERE = (
+    "allgather_partitions",
+    "contiguous_gradients",
+    "elastic_checkpoint",
+    "gather_16bit_weights_on_model_save",
+    "overlap_comm",
+    "reduce_scatter",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
 _QUANTIZED = "weights and gradients travel in their own dtypes here"
 
 
@@ -82,18 +89,15 @@ class Sharding:
         stage = zero.whole("stage", 0, at_least=0)
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"{zero.name('stage')} must be 0, 1, 2 or 3, got {stage}")
-        offload = Offload.read(zero.section("offload_optimizer"))
+        offload = _read_offload(zero, stage)
         if stage == 3 and offload is not None and offload.ratio != 1:
             raise ValueError(
                 f"zero_optimization.offload_optimizer.ratio is {offload.ratio:g} in stage 3, where it must be 0 or 1: "
                 "a part of the elements can be offloaded in stages 1 and 2"
             )
-        _check_param_offload(zero.section("offload_param"), stage, offload)
         zero.without_effect(*_TUNING)
         zero.without_effect(*_AS_HERE, as_here=(True,))
         zero.without_effect("compute_grad_norm", as_here=(True,))
-        zero.refuse("cpu_offload", 'say "offload_optimizer": {"device": "cpu"}')
-        zero.refuse("cpu_offload_param", 'say "offload_optimizer": {"device": "cpu"}, which in stage 3 does that too')
         for key in ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients"):
             zero.refuse(f"zero_{key}", _QUANTIZED)
         zero.refuse("zero_hpz_partition_size", "parameters are gathered from all ranks", unless=(1, 0))
@@ -113,15 +117,32 @@ class Sharding:
         return self.stage >= 2
 
 
-def _check_param_offload(offload: Section, stage: int, optimizer: Offload | None) -> None:
-    device = offload.choice("device", "none", ("none", "cpu", "nvme"))
-    offload.without_effect("buffer_count", "buffer_size", "max_in_cpu", "nvme_path", "pin_memory")
-    if device == "none" or (device == "cpu" and stage == 3 and optimizer is not None):
-        return
-    raise ValueError(
-        f'{offload.name("device")} is "{device}": parameters can be offloaded to the CPU in stage 3, together with '
-        'their states: say "offload_optimizer": {"device": "cpu"} as well'
-    )
+def _read_offload(zero: Section, stage: int) -> Offload | None:
+    """What either of the two sections asks for; in stage 3 the parameters' shares are what the optimizer steps."""
+    offload = Offload.read(_new_spelling(zero, "offload_optimizer", "cpu_offload"))
+    params = _new_spelling(zero, "offload_param", "cpu_offload_param")
+    device = params.choice("device", "none", ("none", "cpu", "nvme"))
+    pin_memory = params.flag("pin_memory", True)
+    params.without_effect("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+    if device == "none":
+        return offload
+    if device == "nvme":
+        raise ValueError(f'{params.name("device")} is "nvme": parameters live on a device or on the CPU; say "cpu"')
+    if stage != 3:
+        raise ValueError(
+            f'{params.name("device")} is "cpu" in stage {stage}: parameters are whole on each rank there. Offload them '
+            "in stage 3, or leave it out"
+        )
+    return offload or Offload(1.0, pin_memory)
+
+
+def _new_spelling(zero: Section, new: str, old: str) -> Section:
+    """The section, also where the config says it by the flag that was there before."""
+    if not zero.flag(old):
+        return zero.section(new)
+    if zero.value(new, None) is not None:
+        raise ValueError(f"{zero.name(old)} is the old spelling of {zero.name(new)}, which is there too: leave it out")
+    return Section({"device": "cpu"}, zero.name(new))
 
 
 def _live_numel(zero: Section) -> int:
