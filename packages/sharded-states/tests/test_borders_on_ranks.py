@@ -1,6 +1,7 @@
 """What is refused, and how: the parameter, the rank, what to do."""
 
 import copy
+import itertools
 import pickle
 import re
 
@@ -200,7 +201,7 @@ def test_a_second_optimizer_takes_over_and_the_first_one_says_so():
         assert torch.equal(p, torch.zeros(4))
         first.step()
 
-    assert "'p' has left its bucket" in refusal_on_rank_1(make, RuntimeError)
+    assert "closed: its parameter 'p' was given to another" in refusal_on_rank_1(make, RuntimeError)
 
 
 DIFFERENT = {
@@ -239,18 +240,39 @@ def test_an_optimizer_made_before_the_process_group():
     assert re.search("rank 1.*before.*init_process_group", refusal_on_rank_1(lambda _: early.step(), RuntimeError))
 
 
-@pytest.mark.parametrize("late", ["DistributedDataParallel", "by hand"])
-def test_a_gradient_that_is_written_where_one_was_taken_from(late):
+def test_a_gradient_that_is_assigned_by_hand_where_one_was_taken_from():
     def make(rank):
         model = nn.Linear(3, 3)
         optimizer = ShardedOptimizer(model.named_parameters(), SGD)
-        outer = nn.parallel.DistributedDataParallel(model) if late != "by hand" else model
-        outer(torch.ones(3)).sum().backward()
-        if late == "by hand":
-            model.weight.grad = torch.ones(3, 3)
-        optimizer.step()
+        model(torch.ones(3)).sum().backward()
+        model.weight.grad = torch.ones(3, 3)
+        if rank == 1:
+            optimizer.step()
+        model(torch.ones(3)).sum().backward()
 
-    assert re.search(rf"rank 1.*'weight'.*{late}", refusal_on_rank_1(make, RuntimeError))
+    assert re.search("rank 1.*'weight'.*by hand", refusal_on_rank_1(make, RuntimeError))
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_distributed_data_parallel_around_the_model_of_whatever_kind():
+    kinds = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
+    ways = [{}, {"shard_gradients": True}, {"capturable": True}, {"find_unused_parameters": True}]
+
+    def make(rank):
+        for ours_first, kind, way in itertools.product((False, True), kinds, ways):
+            model = nn.Linear(3, 3)
+            outer = None if ours_first else nn.parallel.DistributedDataParallel(model, **kind)
+            optimizer = ShardedOptimizer(model.named_parameters(), SGD, **way)
+            outer = outer or nn.parallel.DistributedDataParallel(model, **kind)
+            with pytest.raises(RuntimeError, match=f"rank {rank}.*'(weight|bias)'.*DistributedDataParallel"):
+                train(outer, optimizer)
+
+    def train(outer, optimizer):
+        for _ in range(2):  # the first backward of a static graph is averaged before ours, which changes nothing
+            outer(torch.ones(3)).sum().backward()
+            optimizer.step()
+
+    on_ranks(2, make)
 
 
 def test_parameters_that_share_memory():

@@ -27,6 +27,7 @@ class Loop:
         self.model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(7, 7), nn.Tanh())])
         self.params = list(self.model.parameters())
         self.ranks = (0, 1) if rank is None else (rank,)
+        self.capturable = "capturable" in options
         if rank is None:
             self.optimizer, self.no_sync = torch.optim.AdamW(self.params, lr=0.1, fused=True), nullcontext
         else:
@@ -153,6 +154,70 @@ def fails_and_goes_on(loop):
         loop.step()
 
 
+def zeroes_by_the_model(loop):
+    loop.backward(0)
+    loop.optimizer.step()
+    loop.model.zero_grad()
+    loop.optimizer.step()
+    loop.backward(1)
+    loop.model.zero_grad()
+    loop.optimizer.step()
+    loop.backward(2)
+    loop.model.zero_grad()
+    loop.backward(3)
+    loop.step()
+    with loop.no_sync():
+        loop.backward(4)
+    loop.model.zero_grad()
+    loop.backward(5)
+    loop.optimizer.step()
+    loop.model.zero_grad(set_to_none=False)
+    loop.backward(6)
+    loop.step()
+
+
+def forgets_some(loop):
+    for seed in range(3):
+        loop.backward(seed)
+        loop.params[0].grad = loop.params[3].grad = None
+        if seed:
+            loop.backward(seed + 3)
+        loop.params[-1].grad = None
+        loop.step()
+
+
+def forgets_some_while_accumulating(loop):
+    loop.backward(0)
+    with loop.no_sync():
+        loop.backward(1)
+        loop.params[1].grad = None
+        loop.backward(2)
+    loop.params[2].grad = None
+    loop.backward(3)
+    loop.step()
+
+
+def steps_with_zeros(loop):
+    loop.backward(0)
+    if not loop.capturable:  # where `.grad` is not to be written to
+        loop.model.zero_grad(set_to_none=False)
+        loop.optimizer.step()
+        loop.model.zero_grad(set_to_none=False)
+        loop.backward(1)
+        loop.optimizer.step()
+        loop.model.zero_grad(set_to_none=False)
+        loop.optimizer.step()
+    else:
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.backward(1)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
 DETOURS = (
     steps_that_have_no_gradients,
     steps_twice,
@@ -162,6 +227,10 @@ DETOURS = (
     freezes_and_thaws,
     changes_gradients_in_hooks,
     fails_and_goes_on,
+    zeroes_by_the_model,
+    forgets_some,
+    forgets_some_while_accumulating,
+    steps_with_zeros,
 )
 
 

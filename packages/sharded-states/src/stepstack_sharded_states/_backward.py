@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from stepstack_sharded_states._bucket import Bucket, Member
-from stepstack_sharded_states._gradients import ViewedGradients
 from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._norms import Norms
+from stepstack_sharded_states._owners import own
+from stepstack_sharded_states._sharded_grad import ShardedGrad
 
 
 class Backward:
@@ -19,7 +21,7 @@ class Backward:
     backward launches those that are left, and waits.
     """
 
-    def __init__(self, *, find_unused: bool, zero_fill_unused: bool) -> None:
+    def __init__(self, *, find_unused: bool, zero_fill_unused: bool, before_close: Callable[[], None]) -> None:
         self.buckets: list[Bucket] = []
         self._find_unused, self._zero_fill_unused = find_unused, zero_fill_unused
         self.synchronising = True
@@ -29,6 +31,11 @@ class Backward:
         self._end: weakref.ref[Callable[[], None]] | None = None  # what the engine calls at the end of this backward
         self._stepped = False
         self._newest: Member | None = None  # whose gradient came last, if no step has used it
+        self._norms: dict[Ranks, Norms] = {}
+        self._nodes: list[object] = []
+        self._give_back: list[Callable[[], object]] = []
+        self._before_close = before_close
+        self._closed: str | None = None
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
         """Take these buckets' gradients from now on; they are launched after those followed before."""
@@ -38,17 +45,18 @@ class Backward:
 
     def finish(self) -> None:
         """Reduce what no backward has: accumulated under `no_sync`, or assigned to `.grad` by hand. Collective then."""
+        self.check_open()
         self._check_last_backward()
+        self._follow_the_caller()
         for bucket in self.buckets:
+            bucket.gradients.check_settled(bucket.members)
             for member in bucket.members:
-                if member.group is not None and bucket.gradients.is_new(member):
+                if member.group is not None and member.is_new():
                     self._start_afresh()
-                    if member.used:
-                        raise RuntimeError(
-                            f"{this_rank()}: parameter {member.name!r} got something in .grad after its gradient was "
-                            "taken into a bucket: from DistributedDataParallel around the model, which isn't needed "
-                            "and averages nothing, or by hand, before which zero_grad() of the optimizer is needed"
-                        )
+                    self._check_replaceable(member)
+                    grad = member.param.grad
+                    if grad is not None and grad.requires_grad:
+                        member.param.grad = grad.detach()
                     self._take(bucket, member)
         waiting = any(bucket.gradients.set_aside for bucket in self.buckets)
         if waiting or any(member.unreduced for bucket in self.buckets for member in bucket.members):
@@ -62,9 +70,43 @@ class Backward:
     def stepped(self) -> None:
         """A step has used the gradients: they can still be looked at, the next one to arrive starts afresh."""
         self._stepped, self._newest = True, None
+        for bucket in self.buckets:
+            bucket.gradients.spent = True
+
+    def close(self, reason: str) -> None:
+        """Give the parameters back, each with storage of its own. Gradients that are whole here stay, if no step has
+        used them; others are given up. From now on the optimizer only says `reason`."""
+        if self._closed is not None:
+            return
+        self._before_close()
+        for give_back in self._give_back:
+            give_back()
+        for bucket in self.buckets:
+            for member in bucket.members:
+                if member.in_place:
+                    member.param.data = member.param.detach().clone()
+                    if member.param.grad is not None and member.param.grad is member.whole:
+                        member.param.grad = member.whole.clone()
+        self._closed = reason
+
+    def _release(self, name: str) -> None:
+        self._follow_the_caller()
+        pending = [m for bucket in self.buckets for m in bucket.members if m.used and not m.gradients.replaceable]
+        if pending and self._newest is not None:
+            raise RuntimeError(
+                f"{this_rank()}: parameter {name!r} is to be trained by another ShardedOptimizer, but parameter "
+                f"{pending[0].name!r} has a gradient that no step of the first one has used: step() it, or zero_grad()"
+            )
+        self.close(f"its parameter {name!r} was given to another ShardedOptimizer, which trains it now")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if the optimizer was closed."""
+        if self._closed is not None:
+            raise RuntimeError(f"{this_rank()}: this ShardedOptimizer is closed: {self._closed}")
 
     def check_used(self) -> None:
         """Raise RuntimeError if gradients wait for a step: whoever saves states now would lose them."""
+        self._follow_the_caller()
         if self._newest is not None:
             raise RuntimeError(
                 f"{this_rank()}: parameter {self._newest.name!r} has a gradient that no step has used, and checkpoints "
@@ -72,23 +114,40 @@ class Backward:
             )
 
     def _hook(self, bucket: Bucket) -> None:
+        norms = self._norms.setdefault(bucket.ranks, Norms(bucket.ranks))
+        ours = weakref.ref(self)
+        own((member.param for member in bucket.members), self._release)
         for member in bucket.members:
-            after = _calling(weakref.ref(self), Backward._receive, bucket, member)
-            handles = [member.param.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
-            if isinstance(bucket.gradients, ViewedGradients):
-                before = _calling(weakref.ref(self), Backward._prepare, bucket, member)
-                handles.append(member.param.register_hook(before))  # type: ignore[no-untyped-call]
+            member.norms = norms
+            norms.members.append(member)
+            # A hook of the node, since one of the parameter would be called by torch.autograd.grad too.
+            node = torch.autograd.graph.get_gradient_edge(member.param).node
+            self._nodes.append(node)  # which only its graph keeps, else
+            handles = [
+                node.register_prehook(_before_accumulation(ours, bucket, member)),
+                member.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _after_accumulation(ours, bucket, member)
+                ),
+            ]
             for handle in handles:
-                weakref.finalize(self, handle.remove)  # the model may outlive its optimizer
-            weakref.finalize(self, member.hide)
+                self._give_back.append(weakref.finalize(self, handle.remove))  # the model may outlive its optimizer
+            self._give_back.append(weakref.finalize(self, member.hide))
 
     def _prepare(self, bucket: Bucket, member: Member) -> None:
-        if member.param.data_ptr() == member.address and member.group is not None:
+        if not member.in_place or member.group is None:
+            member.take_away()
+            return
+        if self._stepped:
             self._start_afresh()
-            bucket.gradients.before_accumulation()
+        elif member.used:
+            if member.forgotten or member.is_new():
+                self._follow_the_caller()
+            if member.is_new():
+                self._check_replaceable(member)
+        bucket.gradients.before_accumulation(member)
 
     def _receive(self, bucket: Bucket, member: Member) -> None:
-        if member.param.data_ptr() != member.address:
+        if not member.in_place:
             return  # another optimizer has taken the parameter, or it was moved: then step() says so
         self._check_last_backward()
         self._start_afresh()
@@ -122,10 +181,37 @@ class Backward:
 
     def _start_afresh(self) -> None:
         if self._stepped:
-            grads = [(member, member.param.grad) for bucket in self.buckets for member in bucket.members]
+            new = [(m, m.param.grad) for bucket in self.buckets for m in bucket.members if m.is_new()]
             self.zero_grad(set_to_none=True)
-            for member, grad in grads:
+            for member, grad in new:
                 member.param.grad = grad
+
+    def _follow_the_caller(self) -> None:
+        """A `.grad` that was ours and is None has been forgotten by the caller (`model.zero_grad()`); one that was made
+        of ours replaces it."""
+        for bucket in self.buckets:
+            forgotten = []
+            for member in bucket.members:
+                grad = member.param.grad
+                if grad is None:
+                    if member.displayed and member.used:
+                        forgotten.append(member)
+                elif grad is not member.sharded and isinstance(grad, ShardedGrad) and grad.is_of(member):
+                    bucket.gradients.replace(member)
+            if forgotten:
+                bucket.forget(forgotten)
+        if self._newest is not None and not self._newest.used:
+            self._newest = next((member for bucket in self.buckets for member in bucket.members if member.used), None)
+
+    def _check_replaceable(self, member: Member) -> None:
+        """Raise RuntimeError if a `.grad` that is not ours, of a parameter that has a gradient, can't be followed."""
+        if member.used and not member.gradients.replaceable:
+            raise RuntimeError(
+                f"{this_rank()}: parameter {member.name!r} got something in .grad after its gradient was taken into a "
+                "bucket: from DistributedDataParallel around the model, which isn't needed and averages nothing, or by "
+                "hand, before which zero_grad() of the optimizer is needed. A gradient that was averaged is changed by "
+                "in-place operations (p.grad.mul_)"
+            )
 
     def _follow_to_its_end(self) -> None:
         if self._end is None:
@@ -190,16 +276,22 @@ def _nothing() -> None:
     pass
 
 
-def _calling(
-    backward: "weakref.ref[Backward]",
-    method: Callable[[Backward, Bucket, Member], None],
-    bucket: Bucket,
-    member: Member,
-) -> Callable[[Tensor], None]:
+def _before_accumulation(
+    backward: "weakref.ref[Backward]", bucket: Bucket, member: Member
+) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def hook(grads: tuple[Tensor | None, ...]) -> None:
+        alive = backward()
+        if alive is not None and grads[0] is not None and member.param.requires_grad:
+            alive._prepare(bucket, member)
+
+    return hook
+
+
+def _after_accumulation(backward: "weakref.ref[Backward]", bucket: Bucket, member: Member) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         alive = backward()
         if alive is not None:
             with torch.no_grad():
-                method(alive, bucket, member)
+                alive._receive(bucket, member)
 
     return hook

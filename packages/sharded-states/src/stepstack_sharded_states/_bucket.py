@@ -13,6 +13,9 @@ from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._gradients import Gradients, Reduction
 from stepstack_sharded_states._layout import BucketLayout, dense_stride
 from stepstack_sharded_states._mesh import Ranks
+from stepstack_sharded_states._norms import Norms
+from stepstack_sharded_states._owners import release
+from stepstack_sharded_states._sharded_grad import ShardedGrad
 
 
 @dataclass(eq=False)
@@ -20,23 +23,29 @@ class Member:
     """One parameter of a bucket: its place there, and the piece of it that this rank owns.
 
     `shard` and `shard_grad` are what callers see: DTensors (1-D, over the mesh) that share memory with the pieces, with
-    nothing in them on a rank that owns nothing. `missing_grad` stands for a gradient that is not there.
+    nothing in them on a rank that owns nothing. `missing_grad` stands for a gradient that is not there. What callers
+    see in the parameter's `.grad` is `whole` or `sharded`.
     """
 
     name: str
     param: Parameter
+    ranks: Ranks
+    gradients: Gradients
     start: int
+    shape: torch.Size
     stride: tuple[int, ...]
     address: int
     interval: tuple[int, int]
     """The piece, in elements of the padded parameter."""
+    part: slice
+    """Where the piece is in this rank's slice of the bucket."""
     piece: Parameter | None
     piece_grad: Tensor
     shard: Tensor
     shard_grad: Tensor
     missing_grad: Tensor
-    grad_storage: int
-    """The address of the bucket's gradients."""
+    whole: Tensor | None
+    """The whole gradient, where it is in memory here when it is reduced: a view."""
     owner: Hashable = None
     """Of its norm."""
     group: int | None = 0
@@ -45,31 +54,99 @@ class Member:
     """Has a gradient in this step."""
     unreduced: bool = False
     """Its place in the bucket holds a gradient of this rank that no reduction has seen."""
+    reduced: bool = False
+    """The slice holds the mean, which callers may look at."""
+    displayed: bool = False
+    """`.grad` was given `whole` or `sharded`, and if it is None now, that is the caller's doing."""
+    version: int = 0
+    """That `whole` had after the reduction."""
+    norms: Norms = field(init=False)
+    """Of the optimizer's gradients."""
+
+    def __post_init__(self) -> None:
+        numel = self.param.numel()
+        self.own_interval = min(self.interval[0], numel), min(self.interval[1], numel)
+        """The piece, without padding."""
+        held = self.gradients.slice[self.part]
+        self.own_grad = held[: self.own_interval[1] - self.own_interval[0]]
+        self.sharded = ShardedGrad(self, self.own_grad, live=True)
+        self._grad_dtype = self.param.grad_dtype
+        if self._grad_dtype not in (None, held.dtype):
+            self.param.grad_dtype = None  # any
 
     def place_in(self, flat: Tensor) -> Tensor:
         """Its part of a buffer of the bucket's size, as the parameter lies in its own."""
-        return flat.as_strided(self.param.shape, self.stride, self.start)
+        return flat.as_strided(self.shape, self.stride, self.start)
+
+    @property
+    def in_place(self) -> bool:
+        """The parameter is where the optimizer has put it."""
+        return self.param.data_ptr() == self.address
+
+    @property
+    def forgotten(self) -> bool:
+        """The caller has set `.grad` to None."""
+        return self.displayed and self.param.grad is None
+
+    def is_new(self) -> bool:
+        """Whether `.grad` holds something that does not come from here."""
+        grad = self.param.grad
+        return grad is not None and grad is not self.sharded and grad is not self.whole
+
+    @property
+    def has_grad(self) -> bool:
+        """As the caller of torch's optimizers would see it."""
+        if self.param.grad is None:
+            return self.used and not self.displayed
+        return self.used or self.is_new()
+
+    @property
+    def whole_version(self) -> int:
+        assert self.whole is not None
+        return self.whole._version
+
+    def display(self, *, reduced: bool) -> None:
+        """Let `.grad` be the gradient, or say that it is not reduced yet."""
+        shown = self.whole if reduced and self.whole is not None else self.sharded
+        if self.param.grad is not shown:
+            self.param.grad = shown
+        self.displayed = True
+
+    def take_away(self) -> None:
+        """Let `.grad` be None, if it is not the caller's own."""
+        grad = self.param.grad
+        if grad is not None and not self.is_new():
+            self.param.grad = None
+            if grad.requires_grad:  # the caller's in-place operation with a parameter, say
+                grad.detach_()
+        if self.param.grad is None:
+            self.displayed = False
 
     def leave(self) -> None:
         """No group lists it any more: its gradient is not taken in, and stays where autograd leaves it."""
         self.group, self.used, self.unreduced = None, False, False
         self.show(None)
-        grad = self.param.grad
-        if grad is not None and grad.untyped_storage().data_ptr() == self.grad_storage:
-            self.param.grad = None
+        self.take_away()
 
     def hide(self) -> None:
         """Let nobody look for this parameter's gradient here any more."""
         shown = getattr(self.param, "grad_shard", None)
         if shown is self.shard_grad or shown is self.missing_grad:
             del self.param.grad_shard, self.param.__getstate__  # type: ignore[attr-defined]
+        if self.gradients.spent or not self.gradients.replaceable:
+            self.take_away()
+        if self.param.grad is None and self.param.grad_dtype is None:
+            self.param.grad_dtype = self._grad_dtype
 
     def show(self, grad: Tensor | None) -> None:
         """Let everybody who looks for this parameter's gradient find it, or find that there is none."""
+        self.reduced = grad is not None
         self.shard.grad = grad
         self.param.grad_shard = self.missing_grad if grad is None else grad  # type: ignore[attr-defined]
         if self.piece is not None:
             self.piece.grad = None if grad is None else self.piece_grad
+        if grad is not None and not self.is_new():
+            self.display(reduced=True)
 
 
 @dataclass(eq=False)
@@ -110,7 +187,11 @@ class Bucket:
         self.launched = False
         for member in self.members:
             member.unreduced = False
+        forgotten = [member for member in self.members if member.used and member.forgotten]
+        if forgotten:  # by a hook, in the middle of backward
+            self.gradients.forget(forgotten)
         self._show()
+        self.gradients.settled(self.members)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients, or set those that are there to zero."""
@@ -118,6 +199,13 @@ class Bucket:
         self.launched = False
         self.gradients.zero(self.members, set_to_none=set_to_none)
         self._show()
+
+    def forget(self, members: Sequence[Member]) -> None:
+        """Forget the gradients of some."""
+        if not self.launched and all(member.param.grad is None for member in self.members):
+            self.zero_grad(set_to_none=True)
+        else:
+            self.gradients.forget(members)
 
     def before_step(self) -> None:
         """Start to give the inner optimizer the gradients, where it wants them elsewhere."""
@@ -169,6 +257,8 @@ def build(
     All ranks call this; they start with the values of the mesh's first rank.
     """
     ranks, like = reduction.ranks, params[0][1]
+    for name, param in params:
+        release(name, param)
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
     padding = torch.ones_like(flat, dtype=torch.bool)
     for start, (_, param) in zip(layout.starts, params, strict=True):
@@ -193,7 +283,9 @@ def build(
     missing = ranks.sharded(gradients.slice[:0], 0)
     for position, (name, param) in enumerate(params):
         bucket.members.append(_member(bucket, layout, position, name, param, missing))
-    bucket.zero_grad(set_to_none=True)
+    for member in bucket.members:
+        member.show(None)
+    gradients.start(bucket.members)
     return bucket
 
 
@@ -215,16 +307,20 @@ def _member(
     member = Member(
         name,
         param,
+        ranks,
+        bucket.gradients,
         start,
+        param.shape,
         param.stride(),
         address=param.data_ptr(),
         interval=(first - start, last - start),
+        part=mine,
         piece=Parameter(bucket.inner_params[mine]) if first < last else None,
         piece_grad=bucket.inner_grads[mine],
         shard=ranks.sharded(bucket.inner_params[mine], numel),
         shard_grad=ranks.sharded(bucket.gradients.slice[mine], numel),
         missing_grad=missing,
-        grad_storage=bucket.gradients.slice.untyped_storage().data_ptr(),
+        whole=bucket.gradients.whole(param.shape, param.stride(), start),
     )
     for tensor in (member.shard, member.piece):
         if tensor is not None:

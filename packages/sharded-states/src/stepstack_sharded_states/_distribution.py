@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from stepstack_sharded_states._alike import announced, lines
 from stepstack_sharded_states._bucket import Bucket, Member, Storage, build
-from stepstack_sharded_states._gradients import Gradients, Reduction, ViewedGradients
+from stepstack_sharded_states._gradients import Gradients, Reduction, ViewedGradients, WholeGradients
 from stepstack_sharded_states._layout import Entry, choose, dense_stride, plan
 from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._params import Group
@@ -149,7 +149,7 @@ class Distribution:
         for layout in layouts:
             reduction = planned.reductions[entries[layout.members[0]].group]
             named = [params[index][1:] for index in layout.members]
-            bucket = build(layout, named, reduction, self._storage(named[0][1], layout in offloaded))
+            bucket = build(layout, named, reduction, self._storage(named[0][1], reduction, layout in offloaded))
             buckets.append(bucket)
             members |= zip(layout.members, bucket.members, strict=True)
         for index, (number, _, _) in enumerate(params):
@@ -177,9 +177,13 @@ class Distribution:
     def _ownership(self, name: str, param: Parameter) -> Hashable:
         return None if self.norm_owner is None else self.norm_owner(name, param)
 
-    def _storage(self, like: Tensor, offloaded: bool) -> Storage:
-        hold: Callable[..., Gradients] = ViewedGradients if self.capturable else Gradients
-        if self.shard_gradients:
+    def _storage(self, like: Tensor, reduction: Reduction, offloaded: bool) -> Storage:
+        hold: Callable[..., Gradients] = Gradients
+        if self.capturable:
+            hold = ViewedGradients
+        elif reduction.changes_nothing:
+            hold = WholeGradients
+        elif self.shard_gradients:
             pool = self.pools.setdefault((like.device, self._grad_dtype(like)), Pool())
             hold = partial(ShardedGradients, pool=pool)
         return Storage(hold, self.grad_dtype, self.inner_dtype, self.state_device if offloaded else None)

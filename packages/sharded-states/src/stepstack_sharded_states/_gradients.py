@@ -12,7 +12,8 @@ from torch import Tensor
 
 from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._layout import BLOCK
-from stepstack_sharded_states._mesh import Ranks
+from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from stepstack_sharded_states._bucket import Member
@@ -26,6 +27,11 @@ class Reduction:
     divisor: float
     """In all, the part before the sum included."""
     predivisor: float
+
+    @property
+    def changes_nothing(self) -> bool:
+        """What comes out is what this process has put in."""
+        return self.ranks.size == self.divisor == self.predivisor == 1
 
 
 class Signature:
@@ -58,9 +64,13 @@ class Signature:
 class Gradients:
     """A flat buffer of the bucket's size, in which this rank's slice is reduced in place.
 
-    `.grad`s are moved here as they arrive. A further backward before the step finds the slice occupied by what earlier
-    ones have left; that is set aside then, and added to what it brings.
+    `.grad`s are moved here as they arrive, and stand-ins take their place, which are taken away again before autograd
+    would add to them. A further backward before the step finds the slice occupied by what earlier ones have left; that
+    is set aside then, and added to what it brings.
     """
+
+    replaceable = False
+    """A `.grad` assigned by hand replaces what is here, as it does in torch, rather than being one rank's part."""
 
     reduces_always = False
     """In `no_sync()` too, since there is no place for what is not reduced."""
@@ -79,6 +89,9 @@ class Gradients:
         self._buffer = torch.zeros_like(like, dtype=dtype)
         self.slice = self._buffer[mine]
         self._signature = Signature(self.slice)
+        self._changes = 0
+        self.spent = False
+        """A step has used what is in the slice."""
         self.differ: Tensor | None = None
         """Whether the last reduction found that ranks differ in what has a gradient; known where its last slice is."""
 
@@ -87,23 +100,68 @@ class Gradients:
         """Launched, and not yet collected."""
         return self._reduction is not None
 
-    def is_new(self, member: "Member") -> bool:
-        """Whether `.grad` holds something that is not here."""
-        return member.param.grad is not None
+    @property
+    def state(self) -> tuple[int, int]:
+        """Another one after each change of the slice, as far as this process can see."""
+        return self._changes, self.slice._version
 
-    def before_accumulation(self) -> None:
-        """Autograd is about to add to a `.grad` of this bucket."""
+    def whole(self, shape: torch.Size, stride: tuple[int, ...], start: int) -> Tensor | None:
+        """A parameter's gradient as `.grad` shows it once it is reduced; None if the whole is not here then."""
+        # .data, since a view that is made here could not be written to where gradients are enabled.
+        return self.slice.as_strided(shape, stride, start).data if self._ranks.shards == 1 else None
+
+    def start(self, members: Sequence["Member"]) -> None:
+        """Begin with what callers have put into these `.grad`s before."""
+
+    def before_accumulation(self, member: "Member") -> None:
+        """Autograd is about to add to this `.grad`, in which is nothing that the caller has taken away."""
+        member.take_away()
 
     def receive(self, member: "Member") -> None:
         """Move `.grad` to its place: copy the first of a step, add the later ones."""
         if self._reduced:
             self._make_room()
-        place, grad = member.place_in(self._buffer), _strided(member.param.grad)
+        place, grad = member.place_in(self._buffer), _without_graph(member)
         if member.unreduced:
             place.add_(grad)
         else:
             place.copy_(grad)
-        member.param.grad = None
+        self._changes += 1
+        member.display(reduced=False)
+
+    def forget(self, members: Sequence["Member"]) -> None:
+        """The caller has set these `.grad`s to None: what has come for them counts no more, and the rest does."""
+        held = [self.slice] + ([self._aside] if self.set_aside and self._aside is not None else [])
+        torch._foreach_zero_([flat[member.part] for flat in held for member in members])
+        for member in members:
+            member.used = member.unreduced = member.displayed = False
+            member.show(None)
+
+    def zero_one(self, member: "Member") -> None:
+        """Set one gradient to zero, all of it that is here."""
+        self.slice[member.part].zero_()
+        if self.set_aside and self._aside is not None:
+            self._aside[member.part].zero_()
+        if member.unreduced:
+            member.place_in(self._buffer).zero_()
+
+    def replace(self, member: "Member") -> None:
+        """Take what the caller has made of a shown gradient and put in its place (`p.grad = p.grad * 2`)."""
+        grad = member.param.grad
+        assert isinstance(grad, ShardedGrad)
+        if member.reduced:
+            grad.write_to(member.own_grad)
+            self._changes += 1
+            member.param.grad = None
+            member.display(reduced=True)
+
+    def settled(self, members: Sequence["Member"]) -> None:
+        """The means are in the slice, and may be looked at."""
+        self._changes += 1
+        self.spent = False
+
+    def check_settled(self, members: Sequence["Member"]) -> None:
+        """Raise RuntimeError if somebody has changed what is not there to be changed."""
 
     def launch(self, members: Sequence["Member"]) -> None:
         """Start the reduction. Every rank launches its buckets in the same order."""
@@ -139,10 +197,16 @@ class Gradients:
         self._abandon()
         if not set_to_none:
             self._buffer.zero_()
+        self._changes += 1
+        self.spent = False
         for member in members:
-            if member.group is not None:
-                member.param.grad = None
-            member.unreduced = member.used = member.used and not set_to_none
+            if member.group is None:
+                continue
+            member.used = member.unreduced = member.has_grad and not set_to_none
+            member.displayed = False
+            member.param.grad = None
+            if member.used:
+                member.display(reduced=False)
 
     def _reduce(self, members: Sequence["Member"]) -> None:
         if self._ranks.size > 1:
@@ -172,25 +236,52 @@ class Gradients:
 class ViewedGradients(Gradients):
     """The `.grad`s are views of the buffer for ever: autograd adds to it itself, and a CUDA graph may capture that."""
 
-    def is_new(self, member: "Member") -> bool:
-        grad = member.param.grad
-        return grad is not None and grad.data_ptr() != member.place_in(self._buffer).data_ptr()
+    def whole(self, shape: torch.Size, stride: tuple[int, ...], start: int) -> Tensor | None:
+        return self._buffer.as_strided(shape, stride, start).data  # whose version counts what is written through it
 
-    def before_accumulation(self) -> None:
-        if self._reduced:
-            self._make_room()
-            self._buffer.zero_()
+    def start(self, members: Sequence["Member"]) -> None:
+        for member in members:
+            if member.param.grad is None:
+                member.display(reduced=True)
+
+    def before_accumulation(self, member: "Member") -> None:
+        self._begin()
+        if member.param.grad is None:  # the caller's doing
+            member.display(reduced=True)
 
     def receive(self, member: "Member") -> None:
-        if self.is_new(member):  # the caller's own, or a sum that autograd has not made in place
-            self.before_accumulation()
-            place = member.place_in(self._buffer)
-            place.copy_(_strided(member.param.grad))
-            member.param.grad = place
+        if member.is_new():  # the caller's own, or a sum that autograd has not made in place
+            self._begin()
+            member.place_in(self._buffer).copy_(_without_graph(member))
+            member.display(reduced=True)
 
     def launch(self, members: Sequence["Member"]) -> None:
-        self.before_accumulation()
+        self._begin()
         self._reduce(members)
+
+    def forget(self, members: Sequence["Member"]) -> None:
+        for member in members:
+            self.zero_one(member)
+        super().forget(members)
+        for member in members:
+            member.display(reduced=True)
+
+    def settled(self, members: Sequence["Member"]) -> None:
+        super().settled(members)
+        for member in members:
+            member.version = member.whole_version
+
+    def check_settled(self, members: Sequence["Member"]) -> None:
+        if self._ranks.size > 1 and self._reduced:
+            for member in members:
+                if member.used and member.version != member.whole_version:
+                    raise RuntimeError(
+                        f"{this_rank()}: .grad of parameter {member.name!r} was changed after it was averaged, by "
+                        "torch's clipping of the model's parameters, say, or by DistributedDataParallel around the "
+                        "model. With capturable=True it is memory in which only this rank's part is the mean, so a "
+                        "norm or a clipping of it is wrong, and another one on each rank: clip what is in param_groups "
+                        "of the optimizer, or grad_shards(), zero by zero_grad() of the optimizer, and use no wrapper"
+                    )
 
     def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
         super().zero(members, set_to_none=set_to_none)
@@ -198,12 +289,60 @@ class ViewedGradients(Gradients):
             self._buffer.zero_()
         for member in members:
             if member.group is not None:
-                member.param.grad = member.place_in(self._buffer)
+                member.display(reduced=True)
+
+    def _begin(self) -> None:
+        """What is in the buffer is to be added to, so it holds nothing that has been reduced."""
+        if self._reduced:
+            self._make_room()
+            self._buffer.zero_()
+
+
+class WholeGradients(Gradients):
+    """The gradients of a process that is alone: what is in `.grad` is the gradient, as in torch, and lies here."""
+
+    replaceable = True
+
+    def before_accumulation(self, member: "Member") -> None:
+        """Autograd adds to the view itself."""
+
+    def receive(self, member: "Member") -> None:
+        if member.is_new():
+            grad = _strided(member.param.grad)
+            member.place_in(self._buffer).copy_(grad)
+            if grad.requires_grad:  # the caller may want to differentiate it: it is taken away in the step
+                member.displayed = True
+                return
+        self._changes += 1
+        member.display(reduced=True)
+
+    def launch(self, members: Sequence["Member"]) -> None:
+        missing = [member.place_in(self._buffer) for member in members if not member.used]
+        if missing:
+            torch._foreach_zero_(missing)
+        self._reduce(members)
+
+    def zero(self, members: Sequence["Member"], *, set_to_none: bool) -> None:
+        super().zero(members, set_to_none=set_to_none)
+        for member in members:
+            if member.used:
+                member.display(reduced=True)
 
 
 @cache  # making a generator takes longer than all else that is done for a gradient
 def _code(number: int, group: int | None) -> int:
     return random.Random(f"{number} in {group}").getrandbits(BLOCK // 2)
+
+
+def _without_graph(member: "Member") -> Tensor:
+    grad = _strided(member.param.grad)
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"{this_rank()}: the gradient of parameter {member.name!r} can be differentiated (create_graph=True), and "
+            "what becomes of it in .grad can't: use torch.autograd.grad(…, create_graph=True) where gradients are "
+            "differentiated, and backward() for the sum of what is trained"
+        )
+    return grad
 
 
 def _strided(grad: Tensor | None) -> Tensor:

@@ -119,6 +119,11 @@ class Ranks:
         for group in self._axes:
             dist.broadcast(flat, group=group, group_src=0)
 
+    def all_reduce_shards(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Leave in `value` the sum, maximum, … over the shard axis."""
+        if self.shards > 1:
+            dist.all_reduce(value, op=op, group=self._shard_group)
+
     @property
     def number(self) -> int:
         """This rank's, in the order of the mesh."""

@@ -136,7 +136,7 @@ class ShardedOptimizer(SavedStates):
         self._gather, self._skipped = Gather(), Skipped()
         with self._distribution.announced():
             of_backward = {"find_unused": find_unused_parameters, "zero_fill_unused": zero_fill_unused}
-            self._backward = Backward(**of_backward)
+            self._backward = Backward(**of_backward, before_close=self._gather.finish)
             of_class = {"optimizer_class": optimizer_class, **optimizer_kwargs}
             planned = self._distribution.plan(groups, lines("option", {**of_class, **of_backward}))
         buckets = self._distribution.buckets_of(planned)
@@ -158,6 +158,7 @@ class ShardedOptimizer(SavedStates):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step the slice that this rank owns and gather the others'. Every rank of the mesh calls this."""
+        self._backward.check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,6 +187,7 @@ class ShardedOptimizer(SavedStates):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; or, with `set_to_none=False`, go on from zero for those that are there."""
+        self._backward.check_open()
         self._skipped.say()
         self._listing.follow(self.param_groups)
         self._backward.zero_grad(set_to_none)
@@ -255,6 +257,16 @@ class ShardedOptimizer(SavedStates):
         """Wait until the parameters are those of the last step."""
         self._gather.finish()
 
+    def close(self) -> None:
+        """Give the parameters back to the model: plain ones, in storages of their own, whose gradients backward leaves
+        on each rank, so that another optimizer can train them while something (a scheduler) still holds this one.
+
+        Gradients that no step has used are given up on several ranks; a process alone keeps them in `.grad`. Steps,
+        groups and gradients are refused from then on; state dicts are still given. Another ShardedOptimizer that is
+        made of a parameter closes this one by itself.
+        """
+        self._backward.close("close() was called")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters between steps: new ones in buckets of their own, or such as were taken out of their group.
 
@@ -263,6 +275,7 @@ class ShardedOptimizer(SavedStates):
         if not hasattr(self, "_listing"):  # torch's constructor adds what ours has cut already
             super().add_param_group(param_group)
             return
+        self._backward.check_open()
         self._whole = None
         self._gather.finish()
         with self._distribution.announced():
