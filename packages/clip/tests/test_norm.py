@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepstack_clip import clip_coefficient, clip_grad_norm_, multiply_
+from stepstack_clip import clip_coefficient, clip_grad_norm_, clip_grad_value_, multiply_
 from stepstack_gradnorm import Part, total_norm
 from stepstack_testing import HostSyncs, Operations
 
@@ -224,6 +224,31 @@ def test_a_complex_gradient_keeps_its_bits_if_its_norm_does_not_call_for_clippin
     before = grad.view(torch.uint8).tolist()
     clip_grad_norm_(parameters_with(grad), 5.0)
     assert grad.view(torch.uint8).tolist() == before
+
+
+def lazily_negative():
+    """As autograd leaves it where a complex number was conjugated."""
+    parameter = nn.Parameter(torch.tensor(3.0))
+    (torch.complex(torch.zeros(()), parameter).conj() * 2j).real.backward()
+    assert parameter.grad.is_neg()
+    return parameter
+
+
+def test_a_lazily_negative_gradient_is_clipped_in_place():
+    value = lazily_negative().grad.item()
+    parameter = lazily_negative()
+    assert clip_grad_norm_(parameter, 0.5).item() == abs(value)
+    assert parameter.grad.item() == pytest.approx(math.copysign(0.5, value))
+    parameter, grad = lazily_negative(), lazily_negative().grad
+    clip_grad_value_(parameter, 0.25)
+    assert parameter.grad.item() == math.copysign(0.25, value)
+    multiply_([grad, grad.view(1)], torch.tensor(0.5))
+    assert grad.item() == value / 2
+    parameter = lazily_negative()
+    with torch.no_grad():
+        parameter.grad.fill_(math.inf)
+    clip_grad_norm_(parameter, 1.0, nonfinite="zero")
+    assert parameter.grad.item() == 0
 
 
 def test_memory_that_holds_the_conjugate_is_multiplied():

@@ -21,7 +21,8 @@ def local_runs(grads: Grads) -> dict[Place, list[Tensor]]:
 
     A gradient that is given twice is there once; what is empty is left out; tensors that lie next to each other in
     one storage come as one flat view of all of them. Of a DTensor it is the local tensor, of a sparse tensor the
-    values as they are stored (not coalesced), of an expanded one the elements that exist. No communication, no sync.
+    values as they are stored (not coalesced), of an expanded one the elements that exist, of a lazy negative or
+    conjugate the memory beneath, without the sign. No communication, no sync.
     """
     memory = Memory()
     seen: Seen = {}
@@ -51,12 +52,18 @@ class Memory:
         """
         if not tensor.numel():
             return True
-        at = start(tensor)
+        at, there = start(tensor), tensor
+        is_sparse = at < 0 and tensor.layout is not torch.strided
+        if is_sparse:
+            there = _stored(tensor)
+            if not there.numel():
+                return True
+            at = start(there)
         if at not in seen:
-            seen[at] = tensor
-        elif _is_repeated(tensor, at, seen):
+            seen[at] = there
+        elif _is_repeated(there, at, seen):
             return False
-        if at < 0 and content is None and tensor.layout is not torch.strided:
+        if is_sparse and content is None:
             content = _coalesced(tensor)
         if content is not None:
             if not content.numel():
@@ -72,7 +79,7 @@ class Memory:
 
     def runs(self) -> dict[Place, list[Tensor]]:
         """The tensors, where those that are dense neighbours in one storage are one flat view."""
-        return {place: _joined(*there) for place, there in self._places.items()}
+        return {place: _joined([*map(_beneath, tensors)], starts) for place, (tensors, starts) in self._places.items()}
 
 
 def start(tensor: Tensor) -> int:
@@ -122,12 +129,14 @@ def _one_view(run: list[Tensor]) -> list[Tensor]:
 
 def _are_parts(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors that meet in memory are dense parts of one storage, which holds what they are."""
-    return (
-        one.storage_offset() + one.numel() == other.storage_offset()
-        and is_dense(one)
-        and is_dense(other)
-        and not (one.is_conj() or one.is_neg() or other.is_conj() or other.is_neg())
-    )
+    return one.storage_offset() + one.numel() == other.storage_offset() and is_dense(one) and is_dense(other)
+
+
+def _beneath(tensor: Tensor) -> Tensor:
+    """The memory of a lazy conjugate or negative: of the same magnitude, and multiplied as the tensor is."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def _is_repeated(tensor: Tensor, at: int, seen: Seen) -> bool:
@@ -140,18 +149,40 @@ def _is_repeated(tensor: Tensor, at: int, seen: Seen) -> bool:
 
 
 def _elements(tensor: Tensor) -> Hashable:
-    """Equal for tensors that start at one place and are the same elements, seen as this shape or as that."""
-    return tensor.dtype, tensor.numel() if is_dense(tensor) else (tensor.shape, tensor.stride())
+    """Equal for tensors that start at one place and are the same elements, in whatever shape and order.
+
+    These are the real numbers in memory: a sign that is lazy makes no other elements of them.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(_beneath(tensor))
+    if tensor.is_contiguous():
+        return tensor.dtype, ((1, tensor.numel()),)
+    spread: list[tuple[int, int]] = []
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if spread and stride == spread[-1][0] * spread[-1][1]:
+            spread[-1] = (spread[-1][0], spread[-1][1] * length)
+        elif length > 1:
+            spread.append((stride, length))
+    return tensor.dtype, tuple(spread)
 
 
 def _existing(tensor: Tensor) -> Tensor:
     """The elements that exist: an expanded dim has one."""
     if tensor.layout is not torch.strided:
-        return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+        tensor = _stored(tensor)
     if 0 not in tensor.stride():
         return tensor
     size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(size, tensor.stride())
+    return _beneath(tensor).as_strided(size, tensor.stride())
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor, as they are in memory."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        raise TypeError("a gradient is of the layout torch._mkldnn, which nobody can look into: pass grad.to_dense()")
+    return tensor.values()
 
 
 def _coalesced(tensor: Tensor) -> Tensor:
