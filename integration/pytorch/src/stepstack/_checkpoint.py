@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stepstack import _folder
 from stepstack._contents import Contents
 from stepstack._folder import VALUES, Marker
+from stepstack._lock import Lock
 from stepstack._ranks import CheckpointError, Ranks
 from stepstack._step import OptimizerStep
 from stepstack._storage import read_metadata, read_tensors, write_tensors
@@ -63,7 +64,8 @@ def save_checkpoint(
     - keep: how many checkpoints are to be left in `dir` when this one is complete: those of the highest steps, and
       this one. None leaves all.
 
-    CheckpointError on every rank if one fails, with its words; what was complete before still is.
+    CheckpointError on every rank if one fails, with its words, or if another process is saving into `dir`; what was
+    complete before still is.
     """
     with _one_at_a_time:
         ranks = Ranks(process_group)
@@ -99,6 +101,7 @@ def async_save_checkpoint(
         ranks = Ranks(process_group)
         contents = _contents(ranks, model, optimizer, scaler, scheduler)
         collected = _collected(ranks, contents, extra)
+        folder = ranks.first(lambda: Path(dir).absolute())  # as of now: the program may go elsewhere meanwhile
         copied, future = threading.Event(), Future[Path]()
     except BaseException:
         _one_at_a_time.release()
@@ -106,7 +109,7 @@ def async_save_checkpoint(
 
     def save() -> None:
         try:
-            future.set_result(_save(ranks, dir, *collected, step, keep, copied.set))
+            future.set_result(_save(ranks, folder, *collected, step, keep, copied.set))
         except BaseException as error:
             future.set_exception(error)
         finally:
@@ -155,7 +158,7 @@ def _contents(ranks: Ranks, *objects: Any) -> Contents:
 
 def _load(ranks: Ranks, dir: str | PathLike[str], step: int | None, *objects: Any) -> LoadedCheckpoint:
     contents = _contents(ranks, *objects)
-    checkpoint, marker = ranks.first(lambda: _found(Path(dir), step))
+    checkpoint, marker = ranks.first(lambda: _found(Path(dir).absolute(), step))
     values = ranks.each(lambda: from_text(_folder.read(checkpoint / VALUES, marker.files[VALUES]).decode()))
     if contents.parts:
         ranks.each(lambda: _check_files(checkpoint, marker, ranks))
@@ -195,24 +198,34 @@ def _save(
     keep: int | None,
     copied: Callable[[], None] | None = None,
 ) -> Path:
-    step, aside = ranks.first(lambda: _begin(Path(folder), step, keep))
-    written = ranks.gather(lambda: write_tensors(aside, tensors, ranks, copied))
-    files = {name: record for of_rank in written for name, record in of_rank.items()}
+    lock, aside = Lock(), None
+    try:
+        step, aside = ranks.first(lambda: _begin(lock, Path(folder).absolute(), step, keep))
+        written = ranks.gather(lambda: write_tensors(aside, tensors, ranks, copied))
+        files = {name: record for of_rank in written for name, record in of_rank.items()}
 
-    def finish() -> Path:
-        files[VALUES] = _folder.write(aside / VALUES, text.encode())
-        checkpoint = _folder.finish(aside, step=step, ranks=ranks.size, files=files)
-        if keep is not None:
-            _folder.keep_newest(checkpoint.parent, keep, step=step)
-        return checkpoint
+        def finish() -> Path:
+            files[VALUES] = _folder.write(aside / VALUES, text.encode())
+            checkpoint = _folder.finish(aside, step=step, ranks=ranks.size, files=files)
+            if keep is not None:
+                _folder.keep_newest(checkpoint.parent, keep, step=step)
+            return checkpoint
 
-    return ranks.first(finish)
+        return ranks.first(finish)
+    except BaseException:
+        if aside is not None and ranks.rank == 0:
+            _folder.give_up(aside)
+        raise
+    finally:
+        lock.release()
 
 
-def _begin(folder: Path, step: int | None, keep: int | None) -> tuple[int, Path]:
+def _begin(lock: Lock, folder: Path, step: int | None, keep: int | None) -> tuple[int, Path]:
     for name, number, least in (("step", step, 0), ("keep", keep, 1)):
         if number is not None and not (type(number) is int and number >= least):
             raise ValueError(f"{name} must be an integer of at least {least}, or None; got {number!r}")
+    _folder.prepare(folder)
+    lock.take(folder)
     if step is None:
         step = max(_folder.steps_in(folder), default=-1) + 1
     return step, _folder.begin(folder, step)

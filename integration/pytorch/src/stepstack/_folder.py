@@ -6,16 +6,20 @@ runs/gpt/
         __0_0.distcp …       the tensors, a file for each rank that wrote some
         values.json          all that is not a tensor
         checkpoint.json      the marker: format, step, and sizes and checksums of the other files
-    step_300.partial/    being written, being removed, or left by a process that was killed meanwhile
+    step_300.….partial/  being written, being removed, or left by a process that was killed meanwhile; the name is new
     step_200.replaced/   the old one, in the moment in which a checkpoint of the same step takes its place
+    .saving              while somebody saves: the lock
 """
 
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,24 +78,44 @@ def find(folder: Path, step: int | None) -> Path:
     return steps[max(steps) if step is None else step]
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into, beside the complete ones. Clears away what killed processes left."""
-    if (folder / MARKER).exists():
-        raise ValueError(f"{folder} is itself a checkpoint: give the folder that it is in, {folder.absolute().parent}")
+def prepare(folder: Path) -> None:
+    """Make a folder of checkpoints, if there is none. ValueError where there can be none."""
+    for inside in (folder, *folder.absolute().parents):
+        if (inside / MARKER).exists():
+            raise ValueError(
+                f"{inside} is itself a checkpoint: give the folder that it is in, {inside.absolute().parent}"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"{folder} can't be a folder of checkpoints: {error.filename} is no folder") from error
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint into, beside the complete ones. Clears away what killed processes left."""
+    complete = folder / f"step_{step}"
+    if os.path.lexists(complete) and not (complete / MARKER).is_file():
+        raise ValueError(
+            f"{complete} is in the way: it has no {MARKER}, so it is no checkpoint, and is not deleted. Move it "
+            "away, or save another step"
+        )
     for path in folder.glob("step_*.replaced"):
         if path.with_suffix("").exists():
             remove(path)
         else:
             path.rename(path.with_suffix(""))
     for path in folder.glob("step_*.partial"):
-        _delete(path)
-    aside = folder / f"step_{step}.partial"
+        if _is_left(path):
+            with suppress(FileNotFoundError):  # where there are no locks, its owner may just have renamed it
+                remove(path)
+    aside = _aside(folder, step)
     aside.mkdir()
     return aside
+
+
+def give_up(aside: Path) -> None:
+    """Remove what has been written of a checkpoint that will not be one, as far as possible."""
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def finish(aside: Path, *, step: int, ranks: int, files: dict[str, Record]) -> Path:
@@ -111,25 +135,37 @@ def finish(aside: Path, *, step: int, ranks: int, files: dict[str, Record]) -> P
 
 def keep_newest(folder: Path, count: int, *, step: int) -> None:
     """Remove the checkpoints of the lowest steps until `count` are left, but not the one of `step`."""
-    others = [path for number, path in steps_in(folder).items() if number != step]
+    others = [path for number, path in steps_in(folder).items() if number != step and (path / MARKER).is_file()]
     for path in others[: max(0, len(others) + 1 - count)]:
         remove(path)
 
 
-def remove(complete: Path) -> None:
-    """Remove a checkpoint, which is no longer one from the first moment on."""
-    aside = complete.with_suffix(".partial")
-    complete.rename(aside)
+def remove(path: Path) -> None:
+    """Remove a checkpoint, or what is left of one, which can become none from the first moment on."""
+    number = re.match(r"step_(\d+)", path.name)
+    aside = _aside(path.parent, int(number[1]) if number else 0)
+    path.rename(aside)
     _delete(aside)
 
 
 def write(path: Path, data: bytes) -> Record:
     """Write a small file for good."""
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return Record(len(data), zlib.crc32(data))
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str] | int) -> Iterator[None]:
+    """Errors of the system in here, such as a full disk, say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def sync(folder: Path) -> None:
@@ -195,6 +231,17 @@ def read(path: Path, record: Record) -> bytes:
     data = path.read_bytes()
     _compare(path, Record(len(data), zlib.crc32(data)), record)
     return data
+
+
+def _aside(folder: Path, step: int) -> Path:
+    """A name that nobody else has: ranks of a process that has died may still write under its own."""
+    return folder / f"step_{step}.{secrets.token_hex(4)}.partial"
+
+
+def _is_left(path: Path) -> bool:
+    """It has the name of something of ours, and is a folder, or a link to one that was removed."""
+    ours = re.fullmatch(r"step_\d+(\.[0-9a-f]{8})?\.partial", path.name)
+    return bool(ours) and (path.is_dir() or path.is_symlink())
 
 
 def _delete(path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from stepstack._folder import METADATA, Marker, Record, read
+from stepstack._folder import METADATA, Marker, Record, naming, read
 from stepstack._ranks import CheckpointError, Ranks, words_of
 from stepstack_sharded_states import ShardedLoadPlanner
 
@@ -157,8 +157,11 @@ class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         summed = _Summed(path, mode)
-        with io.BufferedWriter(summed) as stream:
-            yield stream
+        try:
+            with io.BufferedWriter(summed) as stream:
+                yield stream
+        except RuntimeError as error:
+            raise summed.error or error from None
         self.written[Path(path).name] = Record(summed.size, summed.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -170,16 +173,26 @@ class _Summed(io.FileIO):
     """A file that sums up what goes through it, and is on the disk when it is closed."""
 
     size = crc32 = 0
+    error: OSError | None = None
+    """That a write has failed, which torch's own writer says in words that nobody understands."""
 
     def write(self, data: Any) -> int:
-        count = super().write(data)
+        try:
+            with naming(self.name):
+                count = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.size, self.crc32 = self.size + count, zlib.crc32(memoryview(data).cast("B")[:count], self.crc32)
         return count
 
     def close(self) -> None:
         if not self.closed:
-            os.fsync(self.fileno())
-        super().close()
+            try:
+                with naming(self.name):
+                    os.fsync(self.fileno())
+            finally:
+                super().close()
 
 
 class _Planner(DefaultSavePlanner):
@@ -274,5 +287,8 @@ def _in_our_words(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
+            here = error.failures.get(ranks.rank, (None,))[0]
+            if here is not None and not isinstance(here, Exception):
+                raise here from None  # an interrupt: the others have been told
             failed = {rank: str(words_of(raised)) for rank, (raised, _) in error.failures.items()}
             raise CheckpointError(ranks.said(failed)) from error
