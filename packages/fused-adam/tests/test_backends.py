@@ -6,11 +6,12 @@ import types
 import pytest
 import torch
 
-from stepstack_fused_adam import FusedAdamW, _backends, _compiler, _multi_tensor, backends
+from stepstack_fused_adam import FusedAdamW, _backends, _compiler, _multi_tensor, _native, backends
 from stepstack_fused_adam._backends import assign
 from stepstack_fused_adam._compiled import CompiledStep
 from stepstack_fused_adam._definition import Scalars, States, update_
 from stepstack_fused_adam._hyperparameters import Hyperparameters
+from stepstack_fused_adam._native import NativeStep
 from stepstack_fused_adam._run import Run, run_of
 from stepstack_fused_adam._state import Precision, create, states_here
 from stepstack_fused_adam._torch import TorchStep
@@ -106,9 +107,9 @@ def on_any_device(fake, monkeypatch):
 def test_here_are_torch_and_a_compiler():
     found = backends("cpu")
     assert found["torch"] is None
-    assert found["compiled"] is None or "compiler" in found["compiled"]
+    assert all(found[name] is None or "compiler" in found[name] for name in ("native", "compiled"))
     assert "cuda" in found["apex"]
-    assert list(found) == ["torch", "compiled", "transformer_engine", "apex"]
+    assert list(found) == ["torch", "native", "compiled", "transformer_engine", "apex"]
     assert set(backends()) == set(found)
 
 
@@ -200,11 +201,25 @@ def test_what_their_kernels_do_not_do_is_refused(on_any_device, options, reason)
         assign("apex", [run], [run.dtype])
 
 
+@pytest.fixture
+def without_native(monkeypatch):
+    """As on a GPU, or on a machine without a compiler."""
+    monkeypatch.setattr(_native, "is_here", lambda: False)
+
+
+def test_auto_takes_the_native_kernel_on_cpus_for_whatever_it_does(monkeypatch):
+    monkeypatch.setattr(_native, "is_here", lambda: True)
+    runs = [run_like(10), run_like(2**20, torch.float32, Precision()), run_like(10, torch.float64, Precision())]
+    assert assign("auto", runs, [run.dtype for run in runs]) == [NativeStep, NativeStep, TorchStep]
+
+
+@pytest.mark.usefixtures("without_native")
 def test_auto_takes_torchs_kernel_where_that_is_one_pass():
     large = run_like(2**20, torch.float32, Precision())
     assert assign("auto", [large] * 100, [torch.float32] * 100) == [TorchStep] * 100
 
 
+@pytest.mark.usefixtures("without_native")
 def test_auto_compiles_for_large_models_only(monkeypatch):
     def auto(*runs):
         return assign("auto", runs, [torch.bfloat16] * len(runs))
@@ -218,6 +233,7 @@ def test_auto_compiles_for_large_models_only(monkeypatch):
     assert auto(small, *[large] * 16) == [TorchStep] * 17
 
 
+@pytest.mark.usefixtures("without_native")
 def test_auto_takes_a_library_that_the_program_has_imported(on_any_device):
     assert assign("auto", [run_like(2**10)], [torch.bfloat16]) == [_backends._KERNELS["transformer_engine"]]
     odd = run_like(2**10, precision=Precision("remainder"))
@@ -225,7 +241,7 @@ def test_auto_takes_a_library_that_the_program_has_imported(on_any_device):
 
 
 def test_names_are_checked():
-    with pytest.raises(ValueError, match="one of auto, torch, compiled, transformer_engine, apex, not 'cuda'"):
+    with pytest.raises(ValueError, match="one of auto, torch, native, compiled, transformer_engine, apex, not 'cuda'"):
         _backends.check_backend("cuda")
 
 

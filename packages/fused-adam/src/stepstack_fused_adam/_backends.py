@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stepstack_fused_adam import _compiler, _multi_tensor
+from stepstack_fused_adam import _compiler, _multi_tensor, _native
 from stepstack_fused_adam._compiled import CompiledStep
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._multi_tensor import KernelStep
+from stepstack_fused_adam._native import NativeStep
 from stepstack_fused_adam._run import Run
 from stepstack_fused_adam._torch import TorchStep, takes
 
@@ -19,7 +20,7 @@ Step = Callable[[list[Tensor], list[Tensor], Hyperparameters], None]
 Backend = Callable[[Sequence[Run], torch.dtype], Step]
 
 _KERNELS: dict[str, Backend] = {name: partial(KernelStep, name) for name in ("transformer_engine", "apex")}
-_NAMES = ("torch", "compiled", *_KERNELS)
+_NAMES = ("torch", "native", "compiled", *_KERNELS)
 
 # In elements. A compilation takes seconds: below the first it is not worth them, below the second the call is not.
 _WORTH_COMPILING = 2**24
@@ -34,7 +35,7 @@ def backends(device: torch.device | str | None = None) -> dict[str, str | None]:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = torch.device(device)
-    reasons = {"torch": None, "compiled": _compiler.missing(device)}
+    reasons = {"torch": None, "native": _native.missing(device), "compiled": _compiler.missing(device)}
     return reasons | {name: _multi_tensor.missing(name, device) for name in _KERNELS}
 
 
@@ -66,6 +67,10 @@ def assign(backend: str, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]
         return [CompiledStep] * len(runs)
     if backend in _KERNELS:
         return [_kernels(backend, *case) for case in cases]
+    if backend == "native":
+        return [_natively(*case) for case in cases]
+    if runs[0].device.type == "cpu" and _native.is_here():
+        return [TorchStep if _native.refuses(*case) else NativeStep for case in cases]
     numel = sum(run.numel for run, dtype in cases if _is_for_compiler(run, dtype))
     compiles = numel >= _WORTH_COMPILING and _compiler.missing(runs[0].device) is None
     return [_automatic(*case, compiles) for case in cases]
@@ -80,6 +85,12 @@ def _automatic(run: Run, grad_dtype: torch.dtype, compiles: bool) -> Backend:
         if _multi_tensor.loaded(name) and not _unfit(name, run, grad_dtype):
             return _KERNELS[name]
     return TorchStep
+
+
+def _natively(run: Run, grad_dtype: torch.dtype) -> Backend:
+    if reason := _native.missing(run.device) or _native.refuses(run, grad_dtype):
+        raise ValueError(f"backend 'native' does not do this step: {reason}; backend='auto' does")
+    return NativeStep
 
 
 def _kernels(backend: str, run: Run, grad_dtype: torch.dtype) -> Backend:

@@ -50,11 +50,12 @@ class FusedAdamW(torch.optim.AdamW):
 
     `backend` is one of (`backends()` tells which are here)
     - "torch": torch's fused kernel, with conversions around it where dtypes differ
+    - "native": for CPUs, one pass over memory in C, in every precision but fp64
     - "compiled": the definition through `torch.compile`, one pass over memory in every precision. The first step waits
       for the compiler, or `warm_up` does; where it fails, "torch" takes over with one warning
     - "apex", "transformer_engine": their capturable kernels, for what those do (else a ValueError)
-    - "auto": torch's kernel where it does it in one pass; "compiled" for large models where there is a compiler; else
-      one of the two libraries if the program has imported it, else "torch"
+    - "auto": on CPUs "native". On a GPU torch's kernel where it does it in one pass; "compiled" for large models where
+      there is a compiler; else one of the two libraries if the program has imported it, else "torch"
     They agree to a few units in the last place of the update's dtype.
     """
 
