@@ -70,7 +70,7 @@ def _optimizer(tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, 
 
 def _save_safetensors(file: Path, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     try:
-        from safetensors.torch import save_file  # type: ignore[import-not-found]
+        from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("a .safetensors file needs the library: pip install safetensors. Or export to .pt") from error
     metadata = {"format": "pt"}  # which other libraries want to see
