@@ -68,7 +68,8 @@ class ApexMethods(ShardedOptimizer):
         self._check_ours([param])
         if not self._has_views:
             raise RuntimeError("there is no gradient buffer to look at: set contiguous_grad_buffer (or capturable)")
-        assert param.grad is not None  # a view of its bucket, for ever
+        if param.grad is None:  # a view of its bucket, else
+            raise RuntimeError("model.zero_grad() took the views out of .grad: use zero_grad() of the optimizer")
         return param.grad
 
     def init_params(self, params: Tensor | Iterable[Tensor] | None = None, **dtypes: Any) -> None:

@@ -72,12 +72,14 @@ class ShardedOptimizer(SavedStates):
       belongs ("tensor-parallel duplicate", say), for `grad_shards_by_owner()`. Those of one owner lie together.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
 
-    Gradients: in backward, each is moved into its bucket, so a model's `.grad` is None afterwards; `grad_shards()`, and
-    `grad_shard` on each parameter, say what it has become. Every backward that is not under `no_sync()` ends with the
-    mean over the mesh, added to what earlier ones left. A step uses gradients up: the next backward starts afresh, with
-    or without `zero_grad()`. A parameter without a gradient is skipped as torch skips it; which ones have one must be
-    the same on all ranks, unless `find_unused_parameters`: a step on which ranks differ is skipped on all of them, and
-    the mesh's last rank warns when it hears of that.
+    Gradients: in backward, each is moved into its bucket. Afterwards `.grad` is a view of it in one process; on several
+    ranks it is a tensor that knows the norm of the whole, can be scaled and zeroed, and raises where a part won't do.
+    `grad_shards()`, and `grad_shard` on each parameter, are this rank's parts. Every backward that is not under
+    `no_sync()` ends with the mean over the mesh, added to what earlier ones left. A step uses gradients up: the next
+    backward starts afresh, with or without `zero_grad()`; and `p.grad = None` forgets one. A parameter without a
+    gradient is skipped as torch skips it; which ones have one must be the same on all ranks, unless
+    `find_unused_parameters`: a step on which ranks differ is skipped on all of them, and the mesh's last rank warns
+    when it hears of that.
 
     Loss scaling and deferred clipping: attributes `grad_scale` (divides) and `found_inf` (not 0: nothing changes), as
     in torch's fused optimizers; set `found_inf` on every rank or on none, its maximum over the mesh is left in it. An
