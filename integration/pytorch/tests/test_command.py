@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from stepstack import OptimizerStep, save_checkpoint
+from stepstack import CheckpointError, OptimizerStep, load_checkpoint, save_checkpoint
 from stepstack._command import main
 from stepstack_fused_adam import FusedAdamW
+from stepstack_sharded_states import ShardedOptimizer
 
 
 def make():
@@ -125,6 +126,68 @@ def test_safetensors_are_written_where_the_library_is(folder, tmp_path, monkeypa
     assert tensors.keys() > {"0.weight", "1.running_var", "state.0.weight.exp_avg", "state.1.bias.master_weight"}
     assert metadata["format"] == "pt"
     assert '"lr": 0.5' in metadata["param_groups"]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, ShardedOptimizer])
+def test_an_exported_optimizer_has_the_frozen_parameters_that_its_run_had(tmp_path, optimizer_class):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model[0].weight.requires_grad_(False)
+        model[1].bias.requires_grad_(False)
+        return model
+
+    model, again = make(), make()
+    if optimizer_class is ShardedOptimizer:
+        groups = [{"params": list(part.named_parameters(name))} for name, part in model.named_children()]
+        optimizer = ShardedOptimizer(groups, torch.optim.AdamW)
+    else:
+        optimizer = torch.optim.AdamW([{"params": list(part.parameters())} for part in model])
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    save_checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "x.pt"), "--optimizer"]) == 0
+    exported = torch.load(tmp_path / "x.pt")
+    again.load_state_dict(exported["model"])
+    plain = torch.optim.AdamW([{"params": list(part.parameters())} for part in again])
+    plain.load_state_dict(exported["optimizer"])
+    states = [plain.state[param].get("step") for param in again.parameters()]
+    assert states == [None, 1, 1, None]
+
+
+def test_nothing_is_exported_into_a_checkpoint(folder, capsys):
+    inside = folder / "step_3" / "model.pt"
+    assert main(["checkpoint", "export", str(folder), str(inside)]) == 1
+    assert f"{inside} is inside of the checkpoint {folder / 'step_3'}" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("where", ["buffer", "parameter", "state"])
+def test_a_subclass_of_tensors_is_refused_when_saved_and_found_by_verify(tmp_path, monkeypatch, capsys, where):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    odd, name = torch.ones(2, 3).as_subclass(Subclass), "odd"
+    if where == "buffer":
+        model.register_buffer("odd", odd)
+    elif where == "parameter":
+        model.odd = nn.Parameter(odd, requires_grad=False)
+    else:
+        optimizer.state[model.weight] = {"momentum_buffer": odd}
+        name = "momentum_buffer' of 'weight"
+    with pytest.raises(CheckpointError, match=rf"'{name}'.* is a .*Subclass: a checkpoint holds plain tensors"):
+        save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr("stepstack._states.check_plain", lambda what, tensor: None)  # as it was written once
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "' was saved as a " in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"' was saved as a .*Subclass, and nothing but plain tensors is read"):
+        load_checkpoint(tmp_path, model=model, optimizer=optimizer)
 
 
 def test_an_export_that_cannot_be_written_says_so_and_leaves_nothing(folder, tmp_path, monkeypatch, capsys):

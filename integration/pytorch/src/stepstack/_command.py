@@ -8,6 +8,7 @@ from pathlib import Path
 from stepstack import _folder
 from stepstack._export import SUFFIXES, export
 from stepstack._folder import Marker
+from stepstack._storage import check_readable, read_metadata
 from stepstack._summary import Summary, size_in_words
 
 
@@ -70,7 +71,9 @@ def _verify(options: argparse.Namespace) -> int:
     damaged = 0
     for checkpoint in found:
         try:
-            print(f"{checkpoint}: {_size(_folder.verify(checkpoint))}, all as they were written")
+            marker = _folder.verify(checkpoint)
+            check_readable(checkpoint, read_metadata(checkpoint, marker))
+            print(f"{checkpoint}: {_size(marker)}, all as they were written")
         except (OSError, ValueError) as error:
             print(f"stepstack: {error}", file=sys.stderr)
             damaged += 1

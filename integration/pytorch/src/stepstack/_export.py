@@ -30,6 +30,8 @@ def export(checkpoint: Path, file: Path, *, optimizer: bool = False) -> int:
     """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
+    if inside := _folder.checkpoint_around(file):
+        raise ValueError(f"{file} is inside of the checkpoint {inside}, which one more file would spoil")
     marker = _folder.verify(checkpoint)
     save = _save_safetensors if file.suffix == ".safetensors" else _save_torch
     values = from_text((checkpoint / _folder.VALUES).read_bytes().decode())

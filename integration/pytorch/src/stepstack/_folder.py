@@ -80,15 +80,18 @@ def find(folder: Path, step: int | None) -> Path:
 
 def prepare(folder: Path) -> None:
     """Make a folder of checkpoints, if there is none. ValueError where there can be none."""
-    for inside in (folder, *folder.absolute().parents):
-        if (inside / MARKER).exists():
-            raise ValueError(
-                f"{inside} is itself a checkpoint: give the folder that it is in, {inside.absolute().parent}"
-            )
+    if inside := checkpoint_around(folder / "step_0"):
+        raise ValueError(f"{inside} is itself a checkpoint: give the folder that it is in, {inside.parent}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"{folder} can't be a folder of checkpoints: {error.filename} is no folder") from error
+
+
+def checkpoint_around(path: Path) -> Path | None:
+    """The checkpoint that a path leads into, if any."""
+    folders = [*path.absolute().parents, *path.resolve().parents]
+    return next((folder for folder in folders if (folder / MARKER).exists()), None)
 
 
 def begin(folder: Path, step: int) -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stepstack._foresight import first_states
@@ -69,6 +70,8 @@ class ModelPart:
             check_dense(f"{name!r} of the model", tensor)
 
     def kept(self) -> Kept:
+        for name, tensor in self._tensors.items():
+            check_plain(f"{name!r} of the model", tensor)
         return Kept(self._tensors, self._values)
 
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Tensor]:
@@ -112,6 +115,9 @@ class OptimizerPart:
         kept = Kept({}, {})
         for name, state in zip(self._params, self._in_order(state_dict), strict=True):
             for key, value in state.items():
+                if isinstance(value, Tensor):
+                    check_dense(f"{key!r} of {name!r}", value)
+                    check_plain(f"{key!r} of {name!r}", value)
                 self._check_whole(name, key, value)
                 (kept.tensors if isinstance(value, Tensor) else kept.values)[f"state.{name}.{key}"] = value
         for group, saved in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -229,7 +235,7 @@ class ShardedOptimizerPart:
         state_dict = self._optimizer.sharded_state_dict()
         tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
         values = {key: value for key, value in state_dict.items() if key not in tensors}
-        return Kept(tensors, {**values, GROUPS: self._groups})
+        return Kept(tensors, {**values, GROUPS: self._optimizer.parameter_names()})
 
     def wanted(self, entries: dict[str, Entry], values: dict[str, Any]) -> dict[str, Any]:
         names = {*chain.from_iterable(self._groups)}
@@ -284,6 +290,17 @@ def check_dense(what: str, tensor: Tensor) -> None:
         raise ValueError(f"{what} is on the meta device: give the model memory first (to_empty)")
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError(f"{what} is expanded, many elements in one place: make it a tensor of its own (clone)")
+
+
+def check_plain(what: str, tensor: Tensor) -> None:
+    """TypeError for a subclass of tensors, which readers that run nothing can't make again."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if type(local) not in (Tensor, Parameter):
+        raise TypeError(
+            f"{what} is a {type(local).__module__}.{type(local).__qualname__}: a checkpoint holds plain tensors and "
+            "DTensors of these, since it is read without running what is in it. Keep the plain tensors of which it "
+            "consists, or what dequantize() makes of it"
+        )
 
 
 def check_fits(what: str, tensor: Tensor, entry: Entry) -> None:

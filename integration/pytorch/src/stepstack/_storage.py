@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from stepstack._folder import METADATA, Marker, Record, naming, read
 from stepstack._ranks import CheckpointError, Ranks, words_of
@@ -107,6 +108,18 @@ def entries_of(metadata: Metadata) -> dict[str, Entry]:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def check_readable(checkpoint: Path, metadata: Metadata) -> None:
+    """ValueError, by name, for a tensor that was written as something that can't be read without running it."""
+    for index, info in metadata.storage_data.items():
+        with (checkpoint / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            unsafe = get_unsafe_globals_in_checkpoint(io.BytesIO(file.read(info.length)))
+        if unsafe:
+            raise ValueError(
+                f"{checkpoint}: {index.fqn!r} was saved as a {', '.join(unsafe)}, and nothing but plain tensors is read"
+            )
 
 
 def read_tensors(checkpoint: Path, metadata: Metadata, wanted: Wanted, ranks: Ranks) -> None:
@@ -254,7 +267,11 @@ class _Reader(FileSystemReader):
                 as_bytes.seek(0)
                 planner.load_bytes(item, as_bytes)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        return super().read_data(replace(plan, items=tensors), planner)
+        try:
+            return super().read_data(replace(plan, items=tensors), planner)
+        except pickle.UnpicklingError:
+            check_readable(Path(self.path), self._metadata)  # says which
+            raise
 
 
 def _alone(tensor: Any) -> Tensor:

@@ -17,6 +17,7 @@ from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options
 from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._options import shown
+from stepstack_sharded_states._params import names_in
 from stepstack_sharded_states._state import from_inner, load_masters, to_inner
 from stepstack_sharded_states._together import agree
 
@@ -101,6 +102,11 @@ class SavedStates(Optimizer):
             self.load_full_state_dict(given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def parameter_names(self) -> list[list[str]]:
+        """By group, in the order in which they were given; frozen ones too, of which `param_groups` has nothing."""
+        self._listing.follow(self.param_groups)
+        return [names_in(group) for group in self._listing.groups]
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part for torch.distributed.checkpoint: `save`, `async_save`, and `load`, which fills it in place.
