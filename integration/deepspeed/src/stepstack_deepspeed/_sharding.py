@@ -121,6 +121,10 @@ def _read_offload(zero: Section, stage: int) -> Offload | None:
     """What either of the two sections asks for; in stage 3 the parameters' shares are what the optimizer steps."""
     offload = Offload.read(_new_spelling(zero, "offload_optimizer", "cpu_offload"))
     params = _new_spelling(zero, "offload_param", "cpu_offload_param")
+    if stage != 3:  # parameters are whole on each rank, and stay where they are used
+        params.without_effect("device", as_here=("none",))
+        params.rest()
+        return offload
     device = params.choice("device", "none", ("none", "cpu", "nvme"))
     pin_memory = params.flag("pin_memory", True)
     params.without_effect("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
@@ -128,11 +132,6 @@ def _read_offload(zero: Section, stage: int) -> Offload | None:
         return offload
     if device == "nvme":
         raise ValueError(f'{params.name("device")} is "nvme": parameters live on a device or on the CPU; say "cpu"')
-    if stage != 3:
-        raise ValueError(
-            f'{params.name("device")} is "cpu" in stage {stage}: parameters are whole on each rank there. Offload them '
-            "in stage 3, or leave it out"
-        )
     return offload or Offload(1.0, pin_memory)
 
 
