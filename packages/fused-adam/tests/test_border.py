@@ -94,3 +94,14 @@ def test_a_model_that_was_cast_after_its_first_step_is_refused(master_weights, h
     widened.float()
     with pytest.raises(ValueError, match=rf"is torch.float32, so .* no master weight, but its state has .*{held}"):
         stepped(widened.weight)
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
+def test_a_number_that_becomes_nan_is_refused_before_it_spoils_the_weights(name):
+    (param,) = parameters((2,))
+    optimizer = FusedAdamW([param])
+    param.grad = torch.ones(2)
+    optimizer.param_groups[0][name] = (0.9, math.nan) if name == "betas" else math.nan
+    with pytest.raises(ValueError, match=rf"{'beta2' if name == 'betas' else name} of group 0 is nan"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(2))

@@ -108,3 +108,45 @@ def test_a_gradient_may_move_every_step():
         twin.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict()["state"], twin.state_dict()["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3), (4, 0, 2, 2)])
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weights": "fp32"}, {"master_weights": "remainder"}, {"exp_avg_dtype": "block8"}]
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_parameter_of_no_elements_counts_and_is_saved_as_torchs_is(shape, options, alone):
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    empty = torch.empty(shape, dtype=dtype)
+    params = [torch.nn.Parameter(empty), torch.nn.Parameter(empty.transpose(0, -1))]
+    if not alone:
+        params.append(torch.nn.Parameter(torch.ones(3, dtype=dtype)))
+    optimizer = FusedAdamW(params, lr=0.1, **options)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    other = torch.optim.AdamW([torch.nn.Parameter(param.detach().clone()) for param in params])
+    other.load_state_dict(optimizer.state_dict())
+    assert [state["step"].item() for state in other.state.values()] == [2] * len(params)
+    assert optimizer.state[params[0]]["exp_avg"].shape == shape
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_a_gradient_with_a_lazy_minus_is_the_gradient(shape):
+    ours, theirs = torch.nn.Parameter(torch.full(shape, 2.0)), torch.nn.Parameter(torch.full(shape, 2.0))
+    optimizer, reference = FusedAdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1, foreach=False)
+    for step in range(3):
+        for param in (ours, theirs):
+            plain = torch.full(shape, -1.0 - step)
+            param.grad = torch._neg_view(-plain) if step % 2 else plain
+            assert param.grad.is_neg() == bool(step % 2)
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_parameter_with_a_lazy_minus_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"parameter 'w' is a view that stands for the negative .* resolve_neg"):
+        FusedAdamW([("w", torch.nn.Parameter(torch._neg_view(torch.ones(3))))])

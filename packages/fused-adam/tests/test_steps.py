@@ -338,3 +338,39 @@ def test_autograd_sees_that_a_step_changed_the_weights():
     FusedAdamW(ours).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps", "betas"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda number: torch.tensor(number, dtype=torch.float64),
+        lambda number: torch.tensor([number], dtype=torch.float64),
+        lambda number: torch.tensor(number, dtype=torch.float32),
+        lambda number: torch.tensor(number, dtype=torch.bfloat16),
+        lambda number: torch.tensor(number, dtype=torch.float64).numpy()[()],
+        lambda number: torch.tensor(number, dtype=torch.float32).numpy()[()],
+    ],
+    ids=["fp64", "fp64 of one dim", "fp32", "bf16", "numpy's fp64", "numpy's fp32"],
+)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_number_of_any_kind_is_taken_with_all_of_its_digits(dtype, name, kind, backend):
+    numbers = {"lr": 0.03, "weight_decay": 0.1, "eps": 0.01, "betas": (0.9, 0.95)}
+    if name == "betas" and type(kind(0.5)).__name__ == "float32":
+        pytest.skip("torch's constructor refuses betas that are neither floats nor tensors")
+    value = numbers[name]
+    given = tuple(map(kind, value)) if name == "betas" else kind(value)
+    exact = tuple(map(float, given)) if name == "betas" else float(given)
+    ours = parameters((3, 5), dtype=dtype)
+    theirs = copies(ours)
+    optimizer = FusedAdamW(ours, **numbers | {name: given}, backend=backend)
+    reference = torch.optim.AdamW(theirs, **numbers | {name: exact}, foreach=False)
+    for seed in range(4):
+        fill_gradients(ours, theirs, seed=seed)
+        with HostSyncs() as syncs:
+            optimizer.step()
+        assert syncs == []
+        reference.step()
+    tolerance = 1e-14 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance / 10)

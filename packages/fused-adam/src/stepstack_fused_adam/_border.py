@@ -1,7 +1,7 @@
 """What the border refuses, in sentences."""
 
 from collections.abc import Mapping
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ def check_numbers(group: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{what} of {name} is {number}; it is at least 0 and less than {limit}")
 
 
+def check_not_nan(group: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if one of the numbers of a group has become NaN. Tensors are not read."""
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    for what, number in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), numbers, strict=True):
+        if not isinstance(number, Tensor) and isnan(number):
+            raise ValueError(f"{what} of {name} is nan, which would make its parameters nan; give it a number")
+
+
 def check_param(param: Tensor, name: str) -> None:
     """Raise TypeError or ValueError unless it can be trained."""
     if param.dtype not in FLOATS or param.layout is not torch.strided:
@@ -46,6 +54,8 @@ def check_param(param: Tensor, name: str) -> None:
         raise ValueError(
             f"elements of {name} share memory (shape {tuple(param.shape)}, strides {param.stride()}); clone it first"
         )
+    if param.is_neg():
+        raise ValueError(f"{name} is a view that stands for the negative of its memory; call resolve_neg() first")
 
 
 def check_grad(grad: Tensor, param: Tensor, name: str) -> None:
@@ -73,8 +83,20 @@ def check_cast(state: Mapping[str, Any], wanted: Mapping[str, Any], param: Tenso
         )
 
 
+def check_complete(state: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if a state lacks something that the group's options ask for."""
+    missing = [key for key in ("step", *wanted) if key not in state]
+    if missing:
+        raise ValueError(
+            f"the state of {name} has no {' and no '.join(missing)}, only {sorted(state)}; add what is missing, or "
+            "delete the state from `optimizer.state` to begin anew"
+        )
+
+
 def check_states(run: Run, name: str) -> None:
     """Raise ValueError unless the states fit their parameter."""
+    if not isinstance(run.step, Tensor):
+        raise ValueError(f"the step of {name} is {run.step!r}; a step is a 0-d fp32 tensor")
     states = run.states
     floats = [dtype for dtype in FLOATS if dtype != torch.float64 or run.dtype == torch.float64]
     plain = (

@@ -1,6 +1,6 @@
 """States copied out and in. Saved ones are named and shaped as torch.optim.AdamW's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam._border import check_states
+from stepstack_fused_adam._counts import as_count
 from stepstack_fused_adam._definition import States, first_moment, narrowed, second_moment, weight
 from stepstack_fused_adam._run import arithmetic, dense_like, flat, is_dense, local, run_of
 from stepstack_fused_adam._state import NAMES, State, as_held, states_here
@@ -83,20 +84,6 @@ def copy_in(param: Tensor, state: State, saved_state: State, name: str) -> None:
         state[key] = copied_out({key: saved_state[key]})[key]
 
 
-def set_counts(states: Sequence[State], counts: Sequence[float]) -> None:
-    """Give each state its step count. Who shares a step tensor still does, as long as the counts are equal."""
-    taken: dict[int, float] = {}
-    apart: dict[tuple[int, float], Tensor] = {}
-    for state, count in zip(states, counts, strict=True):
-        step = state["step"]
-        if taken.setdefault(id(step), count) == count:
-            step.fill_(count)
-        else:
-            if (id(step), count) not in apart:
-                apart[id(step), count] = torch.full_like(step, count)
-            state["step"] = apart[id(step), count]
-
-
 def steps_in_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict of `FusedAdamW` or torch.optim.Adam(W) with step counts where Apex and Transformer Engine have them.
 
@@ -140,6 +127,7 @@ def _has_master(states: States) -> bool:
 def _flat(param: Tensor, state: State, name: str) -> tuple[Tensor, States]:
     """Both with one dim, in the order of the parameter."""
     here = local(param.detach())
+    state["step"] = as_count(state["step"], here.device)
     run = run_of(here, state["step"], states_here(state))
     check_states(run, name)
     return flat(here if is_dense(here) else here.clone(), run.numel), run.flat.states

@@ -23,7 +23,7 @@ class Hyperparameters:
     lr: Number
     beta1: Number
     beta2: Number
-    eps: float
+    eps: Number
     weight_decay: Number
     decoupled: bool = True
     maximize: bool = False
@@ -47,6 +47,11 @@ class Hyperparameters:
             **{name: group[name] for name in names},
         )
 
+    @property
+    def any_tensors(self) -> bool:
+        """Whether a number other than the rate is a tensor."""
+        return any(isinstance(number, Tensor) for number in (self.beta1, self.beta2, self.eps, self.weight_decay))
+
     def on(self, device: torch.device) -> "Hyperparameters":
         """With its tensors on a device, as 0-d; a number that lives on the CPU may stay there."""
         return replace(
@@ -54,6 +59,7 @@ class Hyperparameters:
             lr=_moved(self.lr, device),
             beta1=_moved(self.beta1, device),
             beta2=_moved(self.beta2, device),
+            eps=_moved(self.eps, device),
             weight_decay=_moved(self.weight_decay, device),
             grad_scale=None if self.grad_scale is None else moved(self.grad_scale, device),
             skip=None if self.skip is None else moved(self.skip, device),
@@ -67,11 +73,14 @@ class Hyperparameters:
                 return moved(number, device, dtype)
             return torch.full((), number, dtype=dtype, device=device)
 
+        def rest(beta: Number) -> Tensor:
+            return 1 - scalar(beta) if isinstance(beta, Tensor) else scalar(1 - beta)
+
         divisor = scalar(1.0 if self.grad_scale is None else self.grad_scale)
         return Scalars(
             lr=scalar(self.lr),
-            alpha1=scalar(1 - self.beta1),
-            alpha2=scalar(1 - self.beta2),
+            alpha1=rest(self.beta1),
+            alpha2=rest(self.beta2),
             eps=scalar(self.eps),
             weight_decay=scalar(self.weight_decay),
             divisor=-divisor if self.maximize else divisor,
@@ -104,4 +113,6 @@ def _moved(number: Number, device: torch.device) -> Number:
     if not isinstance(number, Tensor):
         return number
     number = number.reshape(())
-    return number if number.is_cpu else moved(number, device)
+    if number.is_cpu:
+        return number
+    return moved(number, device, torch.float64 if number.dtype == torch.float64 else torch.float32)

@@ -88,7 +88,7 @@ class KernelStep:
         ]
 
     def __call__(self, params: Tensors, grads: Tensors, by: Hyperparameters) -> None:
-        if any(isinstance(number, Tensor) for number in (by.beta1, by.beta2, by.weight_decay)):
+        if by.any_tensors:
             self._through_torch(params, grads, by)
             return
         lr, skip, inverse_scale = _on_device(by, self._runs[0].device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -10,15 +11,25 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from stepstack_fused_adam._backends import check_backend
-from stepstack_fused_adam._border import check_cast, check_grad, check_numbers, check_param, check_states, name_of
-from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, set_counts, take_over
-from stepstack_fused_adam._gradients import with_gradients
+from stepstack_fused_adam._border import (
+    check_cast,
+    check_complete,
+    check_grad,
+    check_not_nan,
+    check_numbers,
+    check_param,
+    check_states,
+    name_of,
+)
+from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, take_over
+from stepstack_fused_adam._counts import Cohort, Counts, as_count
+from stepstack_fused_adam._gradients import turns, with_gradients
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
 from stepstack_fused_adam._numbers import Coded, numbers
 from stepstack_fused_adam._plan import Plan
 from stepstack_fused_adam._plans import Plans
 from stepstack_fused_adam._run import Run, local, run_of
-from stepstack_fused_adam._state import Precision, State, count_apart, create, refresh, states_here
+from stepstack_fused_adam._state import Precision, State, create, refresh, states_here
 from stepstack_fused_adam._warm_up import compile_ahead
 
 
@@ -89,6 +100,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._bias_correction = bias_correction
         self._backend = backend
         self._plans = Plans()
+        self._counts = Counts()
         super().__init__(
             params,
             lr,
@@ -126,6 +138,7 @@ class FusedAdamW(torch.optim.AdamW):
                 loss = closure()
         scale, skip = contract(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for index, group in enumerate(self.param_groups):
+            check_not_nan(group, f"group {index}")
             self._step_group(index, Hyperparameters.of(group, scale, skip))
         return loss
 
@@ -232,7 +245,12 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_precision", "_bias_correction", "_backend", "_decoupled")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_plans": Plans()}
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in own},
+            "_plans": Plans(),
+            "_counts": Counts(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -243,40 +261,53 @@ class FusedAdamW(torch.optim.AdamW):
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _step_group(self, index: int, by: Hyperparameters) -> None:
-        params, here, grads = with_gradients(self.param_groups[index]["params"])
+        group = self.param_groups[index]
+        for turn, of_turn in enumerate(turns(group["params"])):
+            self._step_params((index, turn, group["amsgrad"]), of_turn, by)
+
+    def _step_params(self, key: tuple[int, int, bool], of_group: list[Tensor], by: Hyperparameters) -> None:
+        params, here, grads = with_gradients(of_group)
         if not params:
             return
-        plan = self._plans.get(index, params, here, grads, [self.state.get(param, {}) for param in params])
+        plan = self._plans.get(key, params, here, grads, [self.state.get(param, {}) for param in params])
         if plan is None:
-            plan = Plan(self._members(index, params, here, grads), here, grads, self._backend)
-            self._plans.put(index, params, [self.state[param] for param in params], plan)
+            members, counts = self._members(key[0], params, here, grads)
+            plan = Plan(members, here, grads, self._backend, counts)
+            self._plans.put(key, params, [self.state[param] for param in params], plan)
         plan.step_(here, grads, by)
         # Not every backend tells autograd that the weights of an earlier forward are gone.
         torch.autograd.graph.increment_version(params)
 
-    def _members(self, index: int, params: list[Tensor], here: list[Tensor], grads: list[Tensor]) -> list[Run]:
-        """The states of the parameters with gradients, new ones if need be; the others keep their step count."""
+    def _members(
+        self, index: int, params: list[Tensor], here: list[Tensor], grads: list[Tensor]
+    ) -> tuple[list[Run], Cohort]:
+        """The states of the parameters with gradients, new ones if need be; equal counts are one. And all counts."""
         group = self.param_groups[index]
         names = {id(param): name_of(index, group, place) for place, param in enumerate(group["params"])}
         for param, param_here, grad in zip(params, here, grads, strict=True):
+            check_param(param_here, names[id(param)])  # it may have been given other memory since it was taken on
             check_grad(grad, param_here, names[id(param)])
         self._create(params, group["amsgrad"])
-        count_apart(
-            [self.state[param] for param in group["params"] if self.state.get(param)],
-            counted=[self.state[param] for param in params],
-        )
         members = []
         for param, param_here in zip(params, here, strict=True):
             state = self.state[param]
             wanted = self._precision.dtypes(param_here, group["amsgrad"])
             check_cast(state, wanted, param_here, names[id(param)])
-            members.append(run_of(param_here, state["step"], states_here(state)))
+            check_complete(state, wanted, names[id(param)])
+            state["step"] = as_count(state["step"], param_here.device)
+            states = states_here(state)
+            if not group["amsgrad"]:
+                states = states._replace(max_exp_avg_sq=None)
+            members.append(run_of(param_here, state["step"], states))
             check_states(members[-1], names[id(param)])
-        return members
+        steps, counts = self._counts.joined([member.step for member in members])
+        return [replace(member, step=step) for member, step in zip(members, steps, strict=True)], counts
 
     def _create(self, params: list[Tensor], amsgrad: bool) -> None:
         new = [param for param in params if not self.state.get(param)]
-        self.state.update(zip(new, create(new, self._precision, amsgrad), strict=True))
+        states = create(new, self._precision, amsgrad)
+        self._counts.learn([state["step"] for state in states], [0] * len(new))
+        self.state.update(zip(new, states, strict=True))
 
     def _checked(self, index: int, saved_group: dict[str, Any], saved_states: dict[Any, State]) -> dict[int, State]:
         """By place in the group, what there is of saved states."""
@@ -298,4 +329,8 @@ class FusedAdamW(torch.optim.AdamW):
         for place, saved_state in saved_states.items():
             param = group["params"][place]
             copy_in(param, self.state[param], saved_state, name_of(index, group, place))
-        set_counts([self.state[param] for param in params], [float(state["step"]) for state in saved_states.values()])
+        steps = [self.state[param]["step"] for param in params]
+        counts = [float(state["step"]) for state in saved_states.values()]
+        for step, count in zip(steps, counts, strict=True):
+            step.fill_(count)
+        self._counts.learn(steps, counts)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stepstack_fused_adam._backends import Step, steps_of
+from stepstack_fused_adam._counts import Cohort
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, flat, is_dense, same_order, stretches
 
@@ -17,45 +18,51 @@ from stepstack_fused_adam._run import Run, flat, is_dense, same_order, stretches
 class Plan:
     """The runs of parameters that share their hyper-parameters. Adjacent ones with one step tensor are one run.
 
+    `counts` are what a step moves; None means the step tensors of the members.
+
     It holds states, but neither parameters nor gradients: `step_` gets those, in the order of `members`. They may lie
     elsewhere each time, as long as `fits` says so.
     """
 
-    def __init__(self, members: Sequence[Run], params: Sequence[Tensor], grads: Sequence[Tensor], backend: str) -> None:
+    def __init__(
+        self,
+        members: Sequence[Run],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        backend: str,
+        counts: Cohort | None = None,
+    ) -> None:
         self._neighbours: list[tuple[int, int]] = []
         placed = self._joined(members, params, grads)
         self._layouts = _layouts(params), _layouts(grads)
         self._distances = self._between(params), self._between(grads)
         self._flat = [one for one in placed if one.flat]
-        self._counts = _step_tensors(members)
+        self._counts = Cohort([member.step for member in members]) if counts is None else counts
+        self._devices = list(dict.fromkeys(member.device for member in members))
         self._work: list[tuple[torch.device, Step, list[_Placed]]] = []
-        for device in self._counts:
+        for device in self._devices:
             here = [one for one in placed if one.run.device == device]
             dtypes = [grads[one.index].dtype for one in here]
             for step, places in steps_of(backend, [one.run for one in here], dtypes):
                 self._work.append((device, step, [here[place] for place in places]))
 
     def fits(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Whether all is laid out as it was, and neighbours lie to one another as they did."""
+        """Whether all is laid out as it was, neighbours lie to one another as they did, and counts are equal still."""
         try:
             layouts = _layouts(params), _layouts(grads)
         except RuntimeError:  # a sparse gradient has no strides
             return False
         return (
-            layouts == self._layouts
+            self._counts.is_untouched()
+            and layouts == self._layouts
             and (self._between(params), self._between(grads)) == self._distances
             and all(one.lies_within(params) and one.lies_within(grads) for one in self._flat)
         )
 
     def step_(self, params: Sequence[Tensor], grads: Sequence[Tensor], by: Hyperparameters) -> None:
         """One step of all members, their counts included."""
-        on = {device: by.on(device) for device in self._counts}
-        for device, counts in self._counts.items():
-            skip = on[device].skip
-            if skip is None:
-                torch._foreach_add_(counts, 1)
-            else:
-                torch._foreach_add_(counts, [1 - skip] * len(counts))  # as a list: one tensor would be read by the host
+        on = {device: by.on(device) for device in self._devices}
+        self._counts.add_({device: on[device].skip for device in self._devices})
         for device, step, placed in self._work:
             moved = [one.param(params) for one in placed]
             step(moved, [one.gradient(grads) for one in placed], on[device])
@@ -131,14 +138,6 @@ def _together(
     if len(indices) == 1 and params[first].dim() and params[first].stride() == grads[first].stride():
         return _Placed(members[first], first)
     return _Placed(members[first].extended(sum(members[index].numel for index in indices)), first, flat=True)
-
-
-def _step_tensors(members: Sequence[Run]) -> dict[torch.device, list[Tensor]]:
-    """Each once."""
-    counts: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
-    for member in members:
-        counts[member.device][id(member.step)] = member.step
-    return {device: list(steps.values()) for device, steps in counts.items()}
 
 
 def _layouts(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:

@@ -1,7 +1,7 @@
 """The plans of an optimizer, one for each parameter group, as long as they are good."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,30 +18,30 @@ class Plans:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[int, tuple[object, Plan]] = {}
-        self._watched: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._plans: dict[Hashable, tuple[object, Plan]] = {}
+        self._watched: dict[Hashable, list[weakref.ref[Tensor]]] = {}
 
     def get(
         self,
-        group: int,
+        key: Hashable,
         params: Sequence[Tensor],
         here: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[dict[str, Any]],
     ) -> Plan | None:
-        """The plan of a group for these parameters, of which this rank holds what is `here`."""
-        if group in self._plans:
-            memory, plan = self._plans[group]
+        """The plan of this name for these parameters, of which this rank holds what is `here`."""
+        if key in self._plans:
+            memory, plan = self._plans[key]
             if memory == _memory(params, _tensors(states)) and plan.fits(here, grads):
                 return plan
         return None
 
-    def put(self, group: int, params: Sequence[Tensor], states: Sequence[dict[str, Any]], plan: Plan) -> None:
-        """Keep a plan, instead of the last one of the group."""
+    def put(self, key: Hashable, params: Sequence[Tensor], states: Sequence[dict[str, Any]], plan: Plan) -> None:
+        """Keep a plan, instead of the last one of this name."""
         tensors = _tensors(states)
         plans = self._plans
-        plans[group] = _memory(params, tensors), plan
-        self._watched[group] = [weakref.ref(tensor, lambda _: plans.pop(group, None)) for tensor in tensors]
+        plans[key] = _memory(params, tensors), plan
+        self._watched[key] = [weakref.ref(tensor, lambda _: plans.pop(key, None)) for tensor in tensors]
 
 
 def _tensors(states: Sequence[dict[str, Any]]) -> list[Tensor]:

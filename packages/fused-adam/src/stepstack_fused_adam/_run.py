@@ -124,6 +124,8 @@ def apart(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a stretch of memory, each once, in whatever order of the dims."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -135,6 +137,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 def overlaps(tensor: Tensor) -> bool:
     """Whether elements may share memory: some dim's step is no longer than what the faster dims span."""
+    if not tensor.numel():
+        return False
     span = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -151,7 +155,9 @@ def dense_like(tensor: Tensor) -> Tensor:
 
 def same_order(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape have their elements in the same physical order."""
-    return all(a == b or size == 1 for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True))
+    return not one.numel() or all(
+        a == b or size == 1 for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True)
+    )
 
 
 def stretches(members: Sequence[Sequence[Tensor | None]]) -> list[list[int]]:

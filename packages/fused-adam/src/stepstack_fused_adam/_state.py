@@ -1,6 +1,6 @@
-"""The states of parameters: what they consist of, how they begin, and whom they share a step count with."""
+"""The states of parameters: what they consist of, and how they begin."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam import _block8
+from stepstack_fused_adam._counts import new_counts
 from stepstack_fused_adam._definition import States
 from stepstack_fused_adam._run import arithmetic, dense_like, is_dense, local, stretches
 
@@ -56,13 +57,14 @@ class Precision:
 def create(params: Sequence[Tensor], precision: Precision, amsgrad: bool) -> list[State]:
     """States of parameters that begin together: zero moments, masters equal to their parameters.
 
-    On each device they share one step tensor, and the states of neighbours in memory are neighbours too.
+    On each device their step counts lie one after the other; the states of neighbours in memory are neighbours too.
     """
     states: list[State] = [{} for _ in params]
     here = [local(param.detach()) for param in params]
-    steps = {device: torch.zeros((), dtype=torch.float32, device=device) for device in {param.device for param in here}}
-    for param, state in zip(here, states, strict=True):
-        state["step"] = steps[param.device]
+    for device in {param.device for param in here}:
+        alike = [state for param, state in zip(here, states, strict=True) if param.device == device]
+        for state, step in zip(alike, new_counts(len(alike), device), strict=True):
+            state["step"] = step
     for stretch in neighbours(here, precision):
         first = here[stretch[0]]
         for name, dtype in precision.dtypes(first, amsgrad).items():
@@ -88,20 +90,6 @@ def states_here(state: State) -> States:
     """A state as the step sees it: on this rank, in aliases."""
     tensors = (state.get(name) for name in NAMES)
     return States(*(None if tensor is None else local(tensor).detach() for tensor in tensors))  # type: ignore[arg-type]
-
-
-def count_apart(states: Iterable[State], counted: Iterable[State]) -> None:
-    """States that are not `counted` this time no longer share a step tensor with those that are."""
-    states = list(states)
-    counting = {id(state) for state in counted}
-    moving = {id(state["step"]) for state in states if id(state) in counting}
-    apart: dict[int, Tensor] = {}
-    for state in states:
-        step = state["step"]
-        if id(state) not in counting and id(step) in moving:
-            if id(step) not in apart:
-                apart[id(step)] = step.clone()
-            state["step"] = apart[id(step)]
 
 
 def neighbours(params: Sequence[Tensor], precision: Precision) -> list[list[int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepstack_fused_adam._definition import update_
-from stepstack_fused_adam._hyperparameters import Hyperparameters, moved
+from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run, arithmetic, flat
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -31,7 +31,7 @@ class TorchStep:
         self._one_pass = takes(runs[0], grad_dtype)
 
     def __call__(self, params: Tensors, grads: Tensors, by: Hyperparameters) -> None:
-        if not self._runs[0].floating or not _kernel_reads(by):
+        if not self._runs[0].floating or not _kernel_reads(by, arithmetic(self._runs[0].dtype)):
             for piece in self._pieces:
                 param, grad = self._cut(params, piece), self._cut(grads, piece)
                 _through_definition_(piece.run, param, grad, by)
@@ -105,7 +105,7 @@ class _Batch:
         weights, exp_avgs, exp_avg_sqs, maxima = copies = [_widened(tensors, self._wide) for tensors in stored]
         weight_decay = by.weight_decay
         if isinstance(weight_decay, Tensor):
-            _decay_(weights, by)
+            _decay_(weights, by, self._wide)
             weight_decay = 0.0
         counts = self._counts
         if not by.bias_correction:
@@ -118,7 +118,7 @@ class _Batch:
             exp_avg_sqs,
             maxima,
             counts,
-            lr=by.lr,
+            lr=by.lr if not isinstance(by.lr, Tensor) or by.lr.is_cpu else by.lr.float(),
             beta1=by.beta1,
             beta2=by.beta2,
             weight_decay=weight_decay,
@@ -136,9 +136,11 @@ class _Batch:
             _round_(params, self._masters, by.skip)
 
 
-def _kernel_reads(by: Hyperparameters) -> bool:
-    if isinstance(by.beta1, Tensor) or isinstance(by.beta2, Tensor):
+def _kernel_reads(by: Hyperparameters, dtype: torch.dtype) -> bool:
+    if any(isinstance(number, Tensor) for number in (by.beta1, by.beta2, by.eps)):
         return False
+    if isinstance(by.lr, Tensor) and not by.lr.is_cpu and by.lr.dtype == dtype == torch.float64:
+        return False  # on a device, it reads fp32
     return by.decoupled or not isinstance(by.weight_decay, Tensor)
 
 
@@ -169,10 +171,9 @@ def _round_(params: Tensors, masters: Tensors, skip: Tensor | None) -> None:
     torch._foreach_copy_(params, torch._foreach_maximum(kept, moved))
 
 
-def _decay_(weights: Tensors, by: Hyperparameters) -> None:
-    factor = 1 - by.lr * by.weight_decay
-    assert isinstance(factor, Tensor)
-    factor = moved(factor, weights[0].device)
+def _decay_(weights: Tensors, by: Hyperparameters, dtype: torch.dtype) -> None:
+    scalars = by.scalars(dtype, weights[0].device)
+    factor = 1 - scalars.lr * scalars.weight_decay
     if by.skip is not None:
         factor = torch.where(by.skip != 0, torch.ones_like(factor), factor)
     torch._foreach_mul_(weights, factor)
