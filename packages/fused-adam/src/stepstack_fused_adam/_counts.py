@@ -35,6 +35,7 @@ class Cohort:
     def __init__(self, steps: Sequence[Tensor]) -> None:
         self.steps = list({id(step): step for step in steps}.values())
         self.versions = _versions(self.steps)
+        self._versioned = not any(step.is_inference() for step in self.steps)
         on: dict[torch.device, list[Tensor]] = defaultdict(list)
         for step in self.steps:
             on[step.device].append(step.data)
@@ -55,15 +56,15 @@ class Cohort:
                 torch._foreach_add_(counts, 1)
             else:
                 torch._foreach_add_(counts, [1 - skip] * len(counts))  # as a list: one tensor would be read by the host
-        if not any(step.is_inference() for step in self.steps[:1]):
-            torch.autograd.graph.increment_version(self.steps)
-        self.versions[:] = _versions(self.steps)
+        if self._versioned:
+            torch.autograd.graph.increment_version(self.steps)  # for another optimizer that has the same tensors
+            self.versions[:] = [version + 1 for version in self.versions]
 
 
 class _Known(NamedTuple):
     """What a count is known to be: what all of the same label are, unless its version has changed."""
 
-    versions: list[object]
+    versions: list[float]
     place: int
     label: Hashable
 
@@ -125,11 +126,11 @@ def _read(steps: Sequence[Tensor]) -> list[Hashable]:
     return [values[place] for place in range(len(steps))]
 
 
-def _versions(steps: Sequence[Tensor]) -> list[object]:
+def _versions(steps: Sequence[Tensor]) -> list[float]:
     try:
         return list(map(_version, steps))
     except RuntimeError:  # made in inference mode, they have none: anybody may have written to them
-        return [object() for _ in steps]
+        return [float("nan") for _ in steps]
 
 
 def _is_odd(step: Tensor, device: torch.device) -> bool:

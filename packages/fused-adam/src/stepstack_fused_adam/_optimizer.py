@@ -49,15 +49,18 @@ class FusedAdamW(torch.optim.AdamW):
     - torch's contract for gradient scalers is kept: the attribute `grad_scale` divides the gradients, `found_inf` not
       0 (NaN included) lets a step change nothing, counts included; absent or None means 1 and 0. They are selects on
       the device. After a step with a `grad_scale` the contents of the gradients are unspecified.
-    - `lr`, `weight_decay` and both betas may be floats or one-element tensors, changed at any time. Nothing is read
-      by the host. States are made in the first step and keep their addresses, also over `load_state_dict`: a step
-      can always be captured in a CUDA graph, with `lr` as a tensor if it is to change.
-    - Parameters that lie one after the other in one buffer, whose gradients do too, cost what one does. States that
-      began together share one `step` tensor until one of them misses a gradient.
+    - `lr`, `weight_decay`, `eps` and both betas may be floats or one-element tensors, changed at any time (a float that
+      has become NaN is refused). Nothing is read by the host. States are made in the first step and keep their
+      addresses, also over `load_state_dict`: a step can always be captured in a CUDA graph, with `lr` as a tensor if
+      it is to change.
+    - Parameters that lie one after the other in one buffer, whose gradients do too, cost what one does, as long as
+      their step counts are equal. States and counts may be edited, moved, deleted and given back at any time; the step
+      after an edit of counts reads them.
     - DTensor parameters are stepped by their local tensors; ranks do not communicate.
 
-    `foreach`, `fused` and `capturable` are accepted and change nothing: the step is always fused and capturable.
-    `differentiable=True` is refused.
+    `foreach`, `fused` and `capturable` change nothing: the step is always fused and capturable. What torch's
+    constructor refuses is refused here too: `foreach=True` with `fused=True`, or with a rate in a tensor and without
+    `capturable`; one beta as a tensor and the other as a float. `differentiable=True` is refused.
 
     `backend` is one of (`backends()` tells which are here)
     - "torch": torch's fused kernel, with conversions around it where dtypes differ
@@ -222,10 +225,9 @@ class FusedAdamW(torch.optim.AdamW):
         """Copy a state dict of this class, of torch.optim.Adam(W), or of one with a step count in the group.
 
         What states are stored as stays as the constructor has it, and so do torch's flags; lr and betas stay floats or
-        tensors. Live states keep their addresses, but parameters that share a step tensor and are to have different
-        counts are given new ones. Masters that the state dict lacks are set to their parameters; with a "remainder"
-        those are set to the rounded masters that it has. Masters may also be named `master_param`, as Apex and
-        Transformer Engine do. Raises ValueError, with nothing changed, where groups, states or shapes do not fit.
+        tensors. Live states keep their addresses. Masters that the state dict lacks are set to their parameters; with a
+        "remainder" those are set to the rounded masters that it has. Masters may also be named `master_param`, as Apex
+        and Transformer Engine do. Raises ValueError, with nothing changed, where groups, states or shapes do not fit.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -262,8 +264,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _step_group(self, index: int, by: Hyperparameters) -> None:
         group = self.param_groups[index]
-        for turn, of_turn in enumerate(turns(group["params"])):
-            self._step_params((index, turn, group["amsgrad"]), of_turn, by)
+        self._step_params((index, 0, group["amsgrad"]), group["params"], by)
 
     def _step_params(self, key: tuple[int, int, bool], of_group: list[Tensor], by: Hyperparameters) -> None:
         params, here, grads = with_gradients(of_group)
@@ -271,6 +272,10 @@ class FusedAdamW(torch.optim.AdamW):
             return
         plan = self._plans.get(key, params, here, grads, [self.state.get(param, {}) for param in params])
         if plan is None:
+            if len(each := turns(params)) > 1:
+                for turn, of_turn in enumerate(each):
+                    self._step_params((key[0], 1 + turn, key[2]), of_turn, by)
+                return
             members, counts = self._members(key[0], params, here, grads)
             plan = Plan(members, here, grads, self._backend, counts)
             self._plans.put(key, params, [self.state[param] for param in params], plan)
