@@ -104,7 +104,7 @@ class Counts:
     def _labels(self, cohort: Cohort) -> list[Hashable]:
         labels: list[Hashable] = []
         for step, version in zip(cohort.steps, cohort.versions, strict=True):
-            known = self._known.get(step)
+            known = self._known.get(step)  # type: ignore[no-untyped-call]
             if known is None or known.versions[known.place] != version:
                 return _read(cohort.steps)
             labels.append(known.label)
