@@ -1,5 +1,6 @@
 """What happens during backward: gradients arrive, full buckets are launched, the last of them waits."""
 
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
@@ -215,6 +216,11 @@ class Backward:
 
     def _follow_to_its_end(self) -> None:
         if self._end is None:
+            if _in_compiled_autograd():
+                raise RuntimeError(
+                    "compiled autograd can't trace what a ShardedOptimizer does in backward: compile the model's "
+                    "forward only (torch.compile(model)), without torch._dynamo.config.compiled_autograd"
+                )
             at_end = self._reduce
             self._end = weakref.ref(at_end)
             # The engine calls back when the backward it is in is over, as FSDP2 and DDP have it do.
@@ -274,6 +280,12 @@ class Backward:
 
 def _nothing() -> None:
     pass
+
+
+def _in_compiled_autograd() -> bool:
+    """Whether this backward is being traced, or run as what that gave; nobody need load the tracer for it."""
+    tracer = sys.modules.get("torch._dynamo.compiled_autograd")
+    return torch.compiler.is_compiling() or getattr(tracer, "in_compiled_autograd_region", False)
 
 
 def _before_accumulation(

@@ -36,6 +36,10 @@ class Listing:
         self._states: list[dict[str, Any] | None] = []
         """Of each listed parameter of which this rank has a piece: the dict that both sides have its states in."""
 
+    def members(self) -> Iterator[Member]:
+        """Those that are listed, in order."""
+        return (member for group in self.groups for member in group.members)
+
     def member_of(self, tensor: Any) -> Member | None:
         """The one that has this shard, or this parameter of the model, listed or not."""
         return self._known.get(id(tensor))

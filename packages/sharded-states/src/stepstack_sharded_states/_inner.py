@@ -1,6 +1,7 @@
 """What the inner optimizer is told in a step, and what is done for one that can't be told: torch's two attributes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,16 +29,24 @@ def flag_of(optimizer: Optimizer, name: str) -> Tensor | None:
 
 
 def step_inner(
-    inner: Any, members: Iterable[Member], *, grad_scale: Tensor | None, found_inf: Tensor | None, skip: Tensor | None
+    inner: Any,
+    members: Iterable[Member],
+    *,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    skip: Tensor | None,
+    arguments: dict[str, Any],
 ) -> None:
     """A step, unless `skip` says no: what all ranks have made of `found_inf`.
 
     Raises RuntimeError where nobody but ranks that differ in what has a gradient can have said so, and it is known.
     """
     if getattr(inner, "_step_supports_amp_scaling", False):
-        _step_told(inner, grad_scale, skip)
+        with _told(inner, grad_scale, skip):
+            inner.step(**arguments)
     elif skip is None or not skip.item():  # The one wait: this optimizer can't read it on the device.
-        _step_untold(inner, grad_scale, members)
+        _divide(members, grad_scale)
+        inner.step(**arguments)
     elif found_inf is None:
         raise RuntimeError(
             f"{this_rank()}: ranks differ in which parameters have a gradient, so none has stepped. With "
@@ -60,17 +69,18 @@ def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> 
         theirs |= {key: value for key, value in ours.items() if key not in ("params", "param_names")}
 
 
-def _step_told(inner: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """A step of an optimizer that knows the attributes."""
+@contextmanager
+def _told(inner: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
+    """An optimizer that knows the attributes has them."""
     inner.grad_scale, inner.found_inf = None if grad_scale is None else grad_scale.float(), found_inf
     try:
-        inner.step()
+        yield
     finally:
         del inner.grad_scale, inner.found_inf
 
 
-def _step_untold(inner: Optimizer, grad_scale: Tensor | None, members: Iterable[Member]) -> None:
-    """A step of one that doesn't: gradients are divided here."""
+def _divide(members: Iterable[Member], grad_scale: Tensor | None) -> None:
+    """The gradients of one that doesn't."""
     if grad_scale is not None:
         grads: dict[torch.device, list[Tensor]] = {}
         for member in members:
@@ -78,4 +88,3 @@ def _step_untold(inner: Optimizer, grad_scale: Tensor | None, members: Iterable[
                 grads.setdefault(member.piece_grad.device, []).append(member.piece_grad)
         for device, there in grads.items():
             torch._foreach_div_(there, grad_scale.to(device))
-    inner.step()

@@ -23,10 +23,10 @@ from stepstack_sharded_states._params import (
     check_elementwise,
     check_in_place,
     check_mesh,
-    check_trainable,
     name_alike,
     read_groups,
     refuse,
+    warn_of_shared_memory,
 )
 from stepstack_sharded_states._saving import SavedStates
 
@@ -116,11 +116,10 @@ class ShardedOptimizer(SavedStates):
         with announced(lambda: likely_ranks(mesh, groups)):
             check_elementwise(optimizer_class)
             groups += read_groups(params)
-            check_trainable(groups)
-            name_alike(groups)
             check_mesh(mesh)
             device = next(param for group in groups for _, param in group.params).device
             refuse(groups, device.type if mesh is None else mesh.device_type)
+            warn_of_shared_memory(groups)
             self._distribution = Distribution(
                 mesh,
                 device,
@@ -154,12 +153,15 @@ class ShardedOptimizer(SavedStates):
         self._listing.show_states(self.state)
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, **inner: Any) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], **inner: Any) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step the slice that this rank owns and gather the others'. Every rank of the mesh calls this."""
+    def step(self, closure: Callable[[], float] | None = None, **inner: Any) -> float | None:
+        """Step the slice that this rank owns and gather the others'. Every rank of the mesh calls this.
+
+        Other keyword arguments go to `step` of the inner optimizer.
+        """
         self._backward.check_open()
         loss = None
         if closure is not None:
@@ -177,7 +179,8 @@ class ShardedOptimizer(SavedStates):
             bucket.before_step()
         wait_for_offloaded(self._backward.buckets)
         flags = {name: flag_of(self, name) for name in ("grad_scale", "found_inf")}
-        step_inner(self._inner, self._members(), **flags, skip=self._agree(flags["found_inf"], is_agreed))
+        skip = self._agree(flags["found_inf"], is_agreed)
+        step_inner(self._inner, self._listing.members(), **flags, skip=skip, arguments=inner)
         for bucket in self._backward.buckets:
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
@@ -204,7 +207,7 @@ class ShardedOptimizer(SavedStates):
         """
         self._listing.follow(self.param_groups)
         self._backward.finish()
-        return [_shown_grad(member) for member in self._members()]
+        return [_shown_grad(member) for member in self._listing.members()]
 
     @torch.no_grad()
     def grad_shards_with_objections(self) -> list[Tensor]:
@@ -232,7 +235,7 @@ class ShardedOptimizer(SavedStates):
         self._listing.follow(self.param_groups)
         self._backward.finish()
         shards: dict[Hashable, list[Tensor]] = {}
-        for member in self._members():
+        for member in self._listing.members():
             shards.setdefault(member.owner, []).append(_shown_grad(member))
         return shards
 
@@ -286,7 +289,7 @@ class ShardedOptimizer(SavedStates):
                 raise TypeError(f"{this_rank()}: a parameter group must be a dict, got {type(param_group)}")
             groups = [self._listing.read(param_group)]
             name_alike(groups, self._listing.groups)
-            refuse(groups, self._distribution.device.type, taken=[member.param for member in self._members()])
+            refuse(groups, self._distribution.device.type, taken=[member.param for member in self._listing.members()])
             back = self._listing.set_apart(groups[0])
             planned = self._distribution.plan(groups, [f"parameter {name!r}, again" for name, _ in back.values()])
         buckets = self._distribution.buckets_of(planned)
@@ -302,9 +305,6 @@ class ShardedOptimizer(SavedStates):
         self._distribution.compare(planned.options(self._inner.param_groups))
         self._backward.follow(buckets)
         self._listing.show_states(self.state)
-
-    def _members(self) -> Iterator[Member]:
-        return (member for group in self._listing.groups for member in group.members)
 
     def _agree(self, found_inf: Tensor | None, already: bool) -> Tensor | None:
         buckets, meshes = self._backward.buckets, self._distribution.ranks

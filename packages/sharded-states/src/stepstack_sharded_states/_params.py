@@ -1,5 +1,6 @@
 """What a caller may hand to an optimizer, read and checked once."""
 
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ def names_in(group: Group) -> list[str]:
 def read_groups(params: Iterable[Any]) -> list[Group]:
     """Groups from what torch's optimizers take: parameters, (name, parameter) pairs, or dicts with either in "params".
 
-    Raises TypeError for what is none of these, ValueError where there is nothing or where some have names.
+    Raises TypeError for what is none of these, ValueError where there is nothing to train, or where some have names.
     """
     if isinstance(params, Tensor):
         raise TypeError(f"{this_rank()}: params must be an iterable of parameters or of dicts, got one tensor")
@@ -72,7 +73,14 @@ def read_groups(params: Iterable[Any]) -> list[Group]:
     if not items:
         raise ValueError(f"{this_rank()}: no parameters: params is empty (a generator that was used up before?)")
     dicts = items if isinstance(items[0], dict) else [{"params": items}]
-    return [read_group(group, number) for number, group in enumerate(dicts)]
+    groups = [read_group(group, number) for number, group in enumerate(dicts)]
+    if not any(group.params for group in groups):
+        raise ValueError(
+            f"{this_rank()}: no parameters: none of those given has requires_grad=True. A rank that trains nothing is "
+            "in no optimizer's mesh; parameters that are to be unfrozen later come by add_param_group then"
+        )
+    name_alike(groups)
+    return groups
 
 
 def read_group(group: Any, number: int, known: Collection[int] = ()) -> Group:
@@ -106,15 +114,6 @@ def read_group(group: Any, number: int, known: Collection[int] = ()) -> Group:
         named=any(named),
         order=[name for name, _ in pairs],
     )
-
-
-def check_trainable(groups: list[Group]) -> None:
-    """Raise ValueError where there is nothing to train."""
-    if not any(group.params for group in groups):
-        raise ValueError(
-            f"{this_rank()}: no parameters: none of those given has requires_grad=True. A rank that trains nothing is "
-            "in no optimizer's mesh; parameters that are to be unfrozen later come by add_param_group then"
-        )
 
 
 def name_alike(groups: list[Group], before: Sequence[Group] = ()) -> None:
@@ -197,6 +196,18 @@ def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] =
         raise ValueError(
             f"{this_rank()}: parameters {shared[0]!r} and {shared[1]!r} share memory, though they are two, and would "
             "lie apart in the buckets: tie them by using one Parameter twice, or clone one of them"
+        )
+
+
+def warn_of_shared_memory(groups: list[Group]) -> None:
+    """Warn if parameters lie in memory that other processes see, since what they become in a bucket does not."""
+    here = [(name, param) for group in groups for name, param in group.params if param.device.type == "cpu"]
+    shared = [name for name, param in here if param.is_shared()]  # type: ignore[no-untyped-call]
+    if shared:
+        warnings.warn(
+            f"{this_rank()}: parameter {shared[0]!r} is in shared memory and leaves it for a bucket, so that other "
+            "processes will not see it trained: Hogwild's way of training is for torch's own optimizers",
+            stacklevel=3,
         )
 
 

@@ -1,7 +1,9 @@
 """What a ShardedOptimizer saves and loads: for the same ranks, for any, and as a whole."""
 
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +46,7 @@ class SavedStates(Optimizer):
 
         Calls the hooks of `register_state_dict_pre_hook` and `register_state_dict_post_hook`, on this rank.
         """
+        _refuse_to_be_looked_up(sys._getframe(1))
         if self._whole is None and self._inner.state and not self._warned_of_share:
             shares = max(ranks.shards for ranks in self._distribution.ranks)
             if shares > 1:
@@ -236,4 +239,14 @@ def _check_rank(to: int | None, size: int) -> None:
     if to is not None and (not isinstance(to, int) or not 0 <= to < size):
         raise ValueError(
             f"{this_rank()}: to must be a rank of the mesh, 0 to {size - 1}, or None for all of them; got {to!r}"
+        )
+
+
+def _refuse_to_be_looked_up(caller: FrameType) -> None:
+    """Raise NotImplementedError for functions of torch's that would find nothing, and say `KeyError: 0`."""
+    if caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        raise NotImplementedError(
+            f"{this_rank()}: get_optimizer_state_dict and get_state_dict look for the model's parameters in "
+            "param_groups, where a ShardedOptimizer has shards of them: save its sharded_state_dict(), which has the "
+            "keys of their flattened form, or full_state_dict()"
         )
