@@ -197,6 +197,31 @@ def test_who_refuses_what_was_saved_for_him_keeps_what_he_had(tmp_path):
     assert weight.any()
 
 
+@pytest.mark.parametrize("in_the_step", [True, False], ids=["in the step", "apart"])
+def test_a_schedule_of_another_kind_is_refused_and_changes_nothing(tmp_path, in_the_step):
+    def saved_with(schedule):
+        model, optimizer = make()
+        scheduler = schedule(optimizer)
+        step = OptimizerStep(optimizer, lr_scheduler=scheduler if in_the_step else None)
+        others = {} if in_the_step else {"scheduler": scheduler}
+        return {"model": model, "optimizer": step, **others}, scheduler
+
+    contents, _ = saved_with(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    save_checkpoint(tmp_path, **contents)
+    contents, scheduler = saved_with(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5))
+    before = scheduler.state_dict()
+    with pytest.raises(CheckpointError, match=r"another kind of scheduler than this CosineAn.*: it has gamma, st"):
+        load_checkpoint(tmp_path, **contents)
+    assert scheduler.state_dict() == before
+
+
+class Several(torch.optim.SGD):
+    """A container's state dict."""
+
+    def state_dict(self):
+        return {0: super().state_dict()}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -218,6 +243,12 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, options, s
     with pytest.raises(CheckpointError, match=said):
         save_checkpoint(**{"dir": tmp_path / "run", "model": model, "optimizer": optimizer, **options})
     assert not (tmp_path / "run").exists()
+
+
+def test_several_optimizers_in_one_are_refused(tmp_path):
+    model, _ = make()
+    with pytest.raises(CheckpointError, match=r"state dict of Several has 0, not torch's 'state' and"):
+        save_checkpoint(tmp_path / "run", model=model, optimizer=OptimizerStep(Several(model.parameters())))
 
 
 @pytest.mark.parametrize(

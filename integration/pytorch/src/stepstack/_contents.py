@@ -5,8 +5,10 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from stepstack._names import names_of, owners
+from stepstack._schedule import check_kind
 from stepstack._states import MASTER, Kept, ModelPart, OptimizerPart, Part, ShardedOptimizerPart
 from stepstack._step import OptimizerStep
 from stepstack._storage import Wanted, entries_of
@@ -106,6 +108,8 @@ class Contents:
             if name not in values:
                 instead = ": give the optimizer that is in it instead" * (name == "optimizer_step")
                 raise ValueError(f"the checkpoint was saved without {name}{instead}")
+            if isinstance(thing, LRScheduler):
+                check_kind(thing, values[name])
             thing.load_state_dict(values[name])
 
 

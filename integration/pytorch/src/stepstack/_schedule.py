@@ -30,6 +30,17 @@ def schedule_of(
     return DeviceSchedule(optimizer, lr_scheduler)
 
 
+def check_kind(scheduler: LRScheduler, state_dict: dict[str, Any]) -> None:
+    """ValueError for the state of another kind of scheduler, which torch's take without a word."""
+    ours, theirs = (_public(state) for state in (scheduler.state_dict(), state_dict))
+    if ours != theirs:
+        more, less = (", ".join(sorted(names)) or "nothing" for names in (theirs - ours, ours - theirs))
+        raise ValueError(
+            f"the state is of another kind of scheduler than this {type(scheduler).__name__}: it has {more} more, and "
+            f"lacks {less}"
+        )
+
+
 class Schedule:
     """None: the learning rates are the caller's. The others say what they do before an update and after it."""
 
@@ -94,6 +105,7 @@ class HostSchedule(Schedule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        check_kind(self._scheduler, state_dict["scheduler"])
         self._scheduler.load_state_dict(state_dict["scheduler"])
         self._skipped, self._arrived = state_dict["skipped"], None
 
@@ -101,3 +113,8 @@ class HostSchedule(Schedule):
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._skipped
+
+
+def _public(state: dict[str, Any]) -> set[str]:
+    """What tells kinds apart. The rest differs between versions of torch."""
+    return {name for name in state if not name.startswith("_") and name != "verbose"}

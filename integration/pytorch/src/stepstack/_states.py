@@ -112,6 +112,11 @@ class OptimizerPart:
 
     def kept(self) -> Kept:
         state_dict = self._optimizer.state_dict()
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise TypeError(
+                f"the state dict of {type(self._optimizer).__name__} has {', '.join(map(repr, state_dict)):.200}, not "
+                "torch's 'state' and 'param_groups': of several optimizers in one, save each apart, with its own model"
+            )
         kept = Kept({}, {})
         for name, state in zip(self._params, self._in_order(state_dict), strict=True):
             for key, value in state.items():
