@@ -218,3 +218,15 @@ def test_a_state_without_a_part_is_refused_by_name():
     del side.state(2)["step"]
     with pytest.raises(ValueError, match="the state of parameter 2 of group 0 has no step, only"):
         side.step(1)
+
+
+def test_counts_that_part_while_amsgrad_is_on_stay_apart_when_it_is_off_again():
+    ours, theirs = Side(FusedAdamW, in_one_buffer=True), Side(torch.optim.AdamW)
+    for side in (ours, theirs):
+        side.optimizer = side.cls(side.params, lr=0.1, amsgrad=True)
+        side.step(0)
+        for amsgrad, without in ((False, ()), (True, (1, 2)), (False, ()), (False, ())):
+            side.optimizer.param_groups[0]["amsgrad"] = amsgrad
+            side.step(1, without)
+    assert ours.counts() == theirs.counts()
+    torch.testing.assert_close(ours.params, theirs.params, rtol=1e-6, atol=1e-6)

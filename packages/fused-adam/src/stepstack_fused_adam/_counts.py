@@ -1,8 +1,9 @@
 """Step counts: one tensor for each parameter, and which of them are equal, known without reading them."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from operator import attrgetter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepstack_fused_adam._run import flat, local, stretches
 
-_version = attrgetter("_version")
-
 
 def new_counts(number: int, device: torch.device) -> list[Tensor]:
-    """Zero counts, neighbours in memory."""
-    # Views of one tensor share its version counter; by `data` each has its own, which says who was edited.
-    return [count.data for count in torch.zeros(number, dtype=torch.float32, device=device).unbind()]
+    """Zero counts, neighbours in memory: views of one tensor, whose version says whether one of them was edited."""
+    return list(torch.zeros(number, dtype=torch.float32, device=device).unbind())
 
 
 def as_count(step: Any, device: torch.device) -> Any:
@@ -29,16 +27,22 @@ def as_count(step: Any, device: torch.device) -> Any:
     return local(step.detach()).reshape(()).to(device, torch.float32) if _is_odd(step, device) else step
 
 
-class Cohort:
-    """Counts that move together, each tensor once."""
+@dataclass(eq=False)
+class _Watch:
+    """The version that a tensor has as long as only we write to it, until somebody has."""
 
-    def __init__(self, steps: Sequence[Tensor]) -> None:
-        self.steps = list({id(step): step for step in steps}.values())
-        self.versions = _versions(self.steps)
-        self._versioned = not any(step.is_inference() for step in self.steps)
+    version: float
+    over: bool = False
+
+
+class Cohort:
+    """Counts that move together, each tensor once; with what they are views of, and the watch over that."""
+
+    def __init__(self, steps: Sequence[Tensor], watched: Sequence[tuple[Tensor, _Watch]] = ()) -> None:
+        self._watched = watched
         on: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for step in self.steps:
-            on[step.device].append(step.data)
+        for step in {id(step): step for step in steps}.values():
+            on[step.device].append(step)
         self._stretches = {
             device: [flat(counts[stretch[0]], len(stretch)) for stretch in stretches([(count,) for count in counts])]
             for device, counts in on.items()
@@ -46,9 +50,9 @@ class Cohort:
 
     def is_untouched(self) -> bool:
         """Whether nobody else has written to one of them."""
-        return self.versions == _versions(self.steps)
+        return all(not watch.over and watch.version == _version(whole) for whole, watch in self._watched)
 
-    def add_(self, skips: dict[torch.device, Tensor | None]) -> None:
+    def add_(self, skips: Mapping[torch.device, Tensor | None]) -> None:
         """One step more, unless it is skipped."""
         for device, counts in self._stretches.items():
             skip = skips[device]
@@ -56,27 +60,26 @@ class Cohort:
                 torch._foreach_add_(counts, 1)
             else:
                 torch._foreach_add_(counts, [1 - skip] * len(counts))  # as a list: one tensor would be read by the host
-        if self._versioned:
-            torch.autograd.graph.increment_version(self.steps)  # for another optimizer that has the same tensors
-            self.versions[:] = [version + 1 for version in self.versions]
+        for whole, watch in self._watched:
+            watch.version = _version(whole)
 
 
 class _Known(NamedTuple):
-    """What a count is known to be: what all of the same label are, unless its version has changed."""
+    """What a count is known to be: what all of the same label are, until the watch is over."""
 
-    versions: list[float]
-    place: int
+    watch: _Watch
     label: Hashable
 
 
 class Counts:
-    """Which counts are equal. Those are that began or were loaded alike, and have moved together since.
+    """Which counts are equal: those that began or were loaded alike, and have moved together since.
 
     Where somebody has edited one, or given one from elsewhere, all of a plan are read, once.
     """
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
+        self._watches = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Counts, ()  # a copy is of other tensors, of which nothing is known
@@ -84,31 +87,43 @@ class Counts:
     def learn(self, steps: Sequence[Tensor], values: Sequence[Hashable]) -> None:
         """Counts of equal values are equal from now on."""
         labels: dict[Hashable, object] = defaultdict(object)
-        versions = _versions(steps)
-        for place, (step, value) in enumerate(zip(steps, values, strict=True)):
-            self._known[step] = _Known(versions, place, labels[value])
+        watched = self._watched(steps)
+        for step, value in zip(steps, values, strict=True):
+            self._known[step] = _Known(watched[id(_whole(step))][1], labels[value])
 
     def joined(self, steps: Sequence[Tensor]) -> tuple[list[Tensor], Cohort]:
         """For each count the first one that is equal and on the same device; and all, to be moved together."""
-        cohort = Cohort(steps)
-        labels = self._labels(cohort)
+        watched = self._watched(steps)
+        first: dict[tuple[torch.device, Hashable], Tensor] = {}
+        leaders = [
+            first.setdefault((step.device, label), step) for step, label in zip(steps, self._labels(steps), strict=True)
+        ]
         # Those that share a label, but do not take part, will lag behind: the label is not theirs any more.
-        fresh: dict[Hashable, object] = defaultdict(object)
-        first: dict[tuple[torch.device, object], Tensor] = {}
-        leaders = {}
-        for place, (step, label) in enumerate(zip(cohort.steps, labels, strict=True)):
-            self._known[step] = _Known(cohort.versions, place, fresh[label])
-            leaders[id(step)] = first.setdefault((step.device, fresh[label]), step)
-        return [leaders[id(step)] for step in steps], cohort
+        self.learn(steps, list(map(id, leaders)))
+        return leaders, Cohort(steps, list(watched.values()))
 
-    def _labels(self, cohort: Cohort) -> list[Hashable]:
+    def _labels(self, steps: Sequence[Tensor]) -> list[Hashable]:
         labels: list[Hashable] = []
-        for step, version in zip(cohort.steps, cohort.versions, strict=True):
+        for step in steps:
             known = self._known.get(step)  # type: ignore[no-untyped-call]
-            if known is None or known.versions[known.place] != version:
-                return _read(cohort.steps)
+            if known is None or known.watch.over:
+                return _read(steps)
             labels.append(known.label)
         return labels
+
+    def _watched(self, steps: Sequence[Tensor]) -> dict[int, tuple[Tensor, _Watch]]:
+        """By id, what the steps are views of, each with a watch that is not over."""
+        found: dict[int, tuple[Tensor, _Watch]] = {}
+        for whole in map(_whole, steps):
+            if id(whole) in found:
+                continue
+            watch = self._watches.get(whole)  # type: ignore[no-untyped-call]
+            if watch is None or watch.version != _version(whole):
+                if watch is not None:
+                    watch.over = True
+                watch = self._watches[whole] = _Watch(_version(whole))
+            found[id(whole)] = whole, watch
+        return found
 
 
 def _read(steps: Sequence[Tensor]) -> list[Hashable]:
@@ -126,11 +141,15 @@ def _read(steps: Sequence[Tensor]) -> list[Hashable]:
     return [values[place] for place in range(len(steps))]
 
 
-def _versions(steps: Sequence[Tensor]) -> list[float]:
-    try:
-        return list(map(_version, steps))
-    except RuntimeError:  # made in inference mode, they have none: anybody may have written to them
-        return [float("nan") for _ in steps]
+def _whole(step: Tensor) -> Tensor:
+    """What shares its version counter."""
+    return step if step._base is None else step._base
+
+
+def _version(whole: Tensor) -> float:
+    return (
+        nan if whole.is_inference() else whole._version
+    )  # made in inference mode, it has none: it may be edited unseen
 
 
 def _is_odd(step: Tensor, device: torch.device) -> bool:

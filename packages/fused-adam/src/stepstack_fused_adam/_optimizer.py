@@ -264,21 +264,21 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _step_group(self, index: int, by: Hyperparameters) -> None:
         group = self.param_groups[index]
-        self._step_params((index, 0, group["amsgrad"]), group["params"], by)
+        self._step_params(index, (0, group["amsgrad"]), group["params"], by)
 
-    def _step_params(self, key: tuple[int, int, bool], of_group: list[Tensor], by: Hyperparameters) -> None:
+    def _step_params(self, index: int, how: tuple[int, bool], of_group: list[Tensor], by: Hyperparameters) -> None:
         params, here, grads = with_gradients(of_group)
         if not params:
             return
-        plan = self._plans.get(key, params, here, grads, [self.state.get(param, {}) for param in params])
+        plan = self._plans.get(index, how, params, here, grads, [self.state.get(param, {}) for param in params])
         if plan is None:
             if len(each := turns(params)) > 1:
                 for turn, of_turn in enumerate(each):
-                    self._step_params((key[0], 1 + turn, key[2]), of_turn, by)
+                    self._step_params(index, (1 + turn, how[1]), of_turn, by)
                 return
-            members, counts = self._members(key[0], params, here, grads)
+            members, counts = self._members(index, params, here, grads)
             plan = Plan(members, here, grads, self._backend, counts)
-            self._plans.put(key, params, [self.state[param] for param in params], plan)
+            self._plans.put(index, how, params, [self.state[param] for param in params], plan)
         plan.step_(here, grads, by)
         # Not every backend tells autograd that the weights of an earlier forward are gone.
         torch.autograd.graph.increment_version(params)

@@ -18,30 +18,33 @@ class Plans:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, tuple[object, Plan]] = {}
-        self._watched: dict[Hashable, list[weakref.ref[Tensor]]] = {}
+        self._plans: dict[int, tuple[Hashable, object, Plan]] = {}
+        self._watched: dict[int, list[weakref.ref[Tensor]]] = {}
 
     def get(
         self,
-        key: Hashable,
+        group: int,
+        how: Hashable,
         params: Sequence[Tensor],
         here: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[dict[str, Any]],
     ) -> Plan | None:
-        """The plan of this name for these parameters, of which this rank holds what is `here`."""
-        if key in self._plans:
-            memory, plan = self._plans[key]
-            if memory == _memory(params, _tensors(states)) and plan.fits(here, grads):
+        """The plan of a group, made for `how` and for these parameters, of which this rank holds what is `here`."""
+        if group in self._plans:
+            made_for, memory, plan = self._plans[group]
+            if made_for == how and memory == _memory(params, _tensors(states)) and plan.fits(here, grads):
                 return plan
         return None
 
-    def put(self, key: Hashable, params: Sequence[Tensor], states: Sequence[dict[str, Any]], plan: Plan) -> None:
-        """Keep a plan, instead of the last one of this name."""
+    def put(
+        self, group: int, how: Hashable, params: Sequence[Tensor], states: Sequence[dict[str, Any]], plan: Plan
+    ) -> None:
+        """Keep a plan, instead of the last one of the group: of counts that two move, neither knows which are equal."""
         tensors = _tensors(states)
         plans = self._plans
-        plans[key] = _memory(params, tensors), plan
-        self._watched[key] = [weakref.ref(tensor, lambda _: plans.pop(key, None)) for tensor in tensors]
+        plans[group] = how, _memory(params, tensors), plan
+        self._watched[group] = [weakref.ref(tensor, lambda _: plans.pop(group, None)) for tensor in tensors]
 
 
 def _tensors(states: Sequence[dict[str, Any]]) -> list[Tensor]:
