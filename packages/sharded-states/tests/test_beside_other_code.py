@@ -203,7 +203,7 @@ def test_weights_that_are_put_in_the_place_of_others_are_trained_by_nobody_as_in
     assert not same(values(model), before)
 
 
-def test_a_saved_part_of_a_model_loads_and_is_small_if_cloned():
+def test_a_saved_part_of_a_model_loads_and_is_no_larger_than_its_clones():
     model, _ = make()
     sizes = []
     for values_of in (lambda state: state, lambda state: {name: value.clone() for name, value in state.items()}):
@@ -214,7 +214,7 @@ def test_a_saved_part_of_a_model_loads_and_is_small_if_cloned():
         fresh = nn.Linear(40, 5)
         fresh.load_state_dict(torch.load(file))
         assert same(values(fresh), values(model[2]))
-    assert sizes[1] < sizes[0]
+    assert sizes[0] - sizes[1] < 128  # of an OrderedDict and of a dict
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at an input's

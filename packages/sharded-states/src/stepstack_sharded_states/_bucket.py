@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from stepstack_sharded_states._collectives import Pending
@@ -252,7 +253,7 @@ class Storage:
 def build(
     layout: BucketLayout, params: Sequence[tuple[str, Parameter]], reduction: Reduction, storage: Storage
 ) -> Bucket:
-    """Move parameters into a new bucket: each becomes a view of it, with the strides it had.
+    """Move parameters into a new bucket: each lies in its memory, in a storage of its own, with the strides it had.
 
     All ranks call this; they start with the values of the mesh's first rank.
     """
@@ -262,11 +263,14 @@ def build(
     flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
     padding = torch.ones_like(flat, dtype=torch.bool)
     for start, (_, param) in zip(layout.starts, params, strict=True):
-        home = flat.as_strided(param.shape, dense_stride(param.shape, param.stride()), start)
+        place = _own_storage(flat[start : start + param.numel()])
+        home = place.as_strided(param.shape, dense_stride(param.shape, param.stride()))
         home.copy_(param.detach())
         param.data = home
         padding[start : start + param.numel()] = False
     ranks.broadcast(flat)
+    if ranks.size > 1:  # a graph made before has other values than those that it would find now
+        increment_version([param for _, param in params])
     mine = slice(ranks.shard * layout.slice_numel, (ranks.shard + 1) * layout.slice_numel)
     param_slice = flat[mine]
     gradients = storage.hold_gradients(
@@ -287,6 +291,19 @@ def build(
         member.show(None)
     gradients.start(bucket.members)
     return bucket
+
+
+def _own_storage(part: Tensor) -> Tensor:
+    """A stretch of a buffer as a storage of its own over the same memory, which stays as long as either does.
+
+    Whoever tells tensors apart by their storages (safetensors), or takes a tensor's whole storage (torch.save), sees
+    parameters as they were, not one large buffer.
+    """
+    if not part.numel():
+        return torch.empty_like(part)
+    if part.device.type in ("cpu", "cuda", "xpu"):
+        return torch.from_dlpack(part)  # type: ignore[attr-defined]
+    return part  # where DLPack does not reach
 
 
 def _elsewhere(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:

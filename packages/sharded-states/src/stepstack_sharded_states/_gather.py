@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import increment_version
 
-from stepstack_sharded_states._bucket import Bucket
+from stepstack_sharded_states._bucket import Bucket, Member
 from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._mesh import this_rank
 
@@ -20,8 +21,12 @@ class Gather:
         # The model may outlive its optimizer, but not half gathered. At exit others may have gone, and nobody reads it.
         weakref.finalize(self, _wait_for_all, self._pending).atexit = False
 
-    def start(self, buckets: Iterable[Bucket]) -> None:
-        """Every rank starts the same gathers in the same order. All are over, unless they are waited for lazily."""
+    def start(self, buckets: Iterable[Bucket], changed: Iterable[Member]) -> None:
+        """Every rank starts the same gathers in the same order. All are over, unless they are waited for lazily.
+
+        The parameters `changed` count as written in place: a backward through what read them before raises.
+        """
+        increment_version([member.param for member in changed])
         for bucket in buckets:
             self._pending[bucket] = bucket.gather()
         for bucket in list(self._pending):

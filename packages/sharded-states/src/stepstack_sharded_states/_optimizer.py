@@ -183,7 +183,8 @@ class ShardedOptimizer(SavedStates):
         step_inner(self._inner, self._listing.members(), **flags, skip=skip, arguments=inner)
         for bucket in self._backward.buckets:
             bucket.after_step()
-        self._gather.start(reversed(self._backward.buckets))  # forward needs first what backward reaches last
+        stepped = (member for member in self._listing.members() if member.used)
+        self._gather.start(reversed(self._backward.buckets), stepped)  # forward needs first what backward reaches last
         copy_options(self._inner.param_groups, self.param_groups)
         self._listing.show_states(self.state)
         self._backward.stepped()

@@ -184,6 +184,11 @@ def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] =
                 raise TypeError(
                     f"{where} is a {kind}, which has no flat memory of its own: only plain dense ones are cut"
                 )
+            if param.device.type == "cpu" and param.untyped_storage().is_shared():
+                raise ValueError(
+                    f"{where} is in shared memory, which it would leave for its bucket, so that other processes would "
+                    "not see it trained: train a copy (copy.deepcopy(model)), and copy its weights to the shared one"
+                )
             if param.is_inference():
                 raise TypeError(
                     f"{where} was made under torch.inference_mode, so nothing can train it: clone it outside"

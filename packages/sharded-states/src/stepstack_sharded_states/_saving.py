@@ -224,7 +224,9 @@ class SavedStates(Optimizer):
         checkpoint.take(entries)
         for bucket in self._backward.buckets:
             bucket.after_step()
-        self._gather.start(reversed(self._backward.buckets))
+        self._gather.start(
+            reversed(self._backward.buckets), [m for bucket in self._backward.buckets for m in bucket.members]
+        )
         copy_options(self.param_groups, self._inner.param_groups)
         self._listing.show_only_these(self.state)
 
