@@ -29,6 +29,8 @@ enum { NONE, FP32, BF16, FP16, CODES, REMAINDER };
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define EACH for (int i = 0; i < BLOCK; i++)
+#define EACH_SCALED for (int i = 0; i < SCALED; i++)
+#define SCALES for (int scale = 0; scale < BLOCK / SCALED; scale++)
 
 /* How the numbers of these runs are stored: one of the names above each. */
 struct form {
@@ -112,7 +114,8 @@ INLINE void narrowed(int form, const float *restrict from, char *to) {
 }
 
 /* `_remainder.join` and `_remainder.split`. */
-INLINE void join(const uint16_t *restrict param, const int8_t *restrict high, const uint8_t *restrict low, float *restrict to) {
+INLINE void
+join(const uint16_t *restrict param, const int8_t *restrict high, const uint8_t *restrict low, float *restrict to) {
     EACH to[i] = bits_to_float(((uint32_t)param[i] << 16) + (uint32_t)(high[i] * 256 + low[i]));
 }
 
@@ -127,56 +130,62 @@ INLINE void split(const float *restrict from, uint16_t *restrict param, int8_t *
 }
 
 /* `_block8`: codes of blocks of 64, each with its largest magnitude as scale. */
-INLINE void decode_first(const int8_t *restrict codes, const float *restrict scales, float *restrict to) {
-    for (int block = 0; block < BLOCK / SCALED; block++)
-        for (int i = block * SCALED; i < (block + 1) * SCALED; i++) {
-            float root = (float)codes[i] / 127;
-            to[i] = root * fabsf(root) * scales[block];
-        }
+INLINE void decode_first(const int8_t *restrict codes, float scale, float *restrict to) {
+    EACH_SCALED {
+        float root = (float)codes[i] / 127;
+        to[i] = root * fabsf(root) * scale;
+    }
 }
 
-INLINE void decode_second(const uint8_t *restrict codes, const float *restrict scales, float *restrict to) {
-    for (int block = 0; block < BLOCK / SCALED; block++)
-        for (int i = block * SCALED; i < (block + 1) * SCALED; i++) {
-            float root = (float)codes[i] / 255, square = root * root;
-            to[i] = square * square * scales[block];
-        }
+INLINE void decode_second(const uint8_t *restrict codes, float scale, float *restrict to) {
+    EACH_SCALED {
+        float root = (float)codes[i] / 255, square = root * root;
+        to[i] = square * square * scale;
+    }
 }
 
 /* The bits of magnitudes are in the order of the magnitudes, with NaN above all. */
 INLINE float largest(const float *from) {
     uint32_t most = 0;
-    for (int i = 0; i < SCALED; i++) {
+    EACH_SCALED {
         uint32_t bits = float_to_bits(from[i]) & 0x7fffffff;
         most = bits > most ? bits : most;
     }
     return bits_to_float(most);
 }
 
-INLINE void encode_first(const float *restrict from, int8_t *restrict codes, float *restrict scales) {
-    for (int block = 0; block < BLOCK / SCALED; block++) {
-        float scale = scales[block] = largest(from + block * SCALED), by = scale == 0 ? 1 : scale;
-        for (int i = block * SCALED; i < (block + 1) * SCALED; i++) {
-            float share = from[i] / by, code = rintf(sqrtf(fabsf(share)) * 127);
-            code = share < 0 ? -code : code;
-            int32_t whole = (int32_t)code; /* of NaN the most negative number */
-            codes[i] = (int8_t)(whole < -127 ? 0 : whole);
-        }
-    }
+/* Two factors that are one over a scale. One alone could be subnormal, or infinite. */
+struct divisor {
+    float first, then;
+};
+
+INLINE struct divisor divisor(float scale) {
+    float first = scale < 1e-30f ? 0x1p100f : scale > 1e30f ? 0x1p-100f : 1;
+    return (struct divisor){first, scale == 0 ? 1 : 1 / (scale * first)};
 }
 
-INLINE void encode_second(const float *restrict from, uint8_t *restrict codes, float *restrict scales) {
-    for (int block = 0; block < BLOCK / SCALED; block++) {
-        float scale = scales[block] = largest(from + block * SCALED), by = scale == 0 ? 1 : scale;
-        for (int i = block * SCALED; i < (block + 1) * SCALED; i++) {
-            float exact = sqrtf(sqrtf(from[i] / by)) * 255, nearest = rintf(exact);
-            float dither = (float)(float_to_bits(from[i]) * 2654435769u >> 9 & 0x7fff) / 0x8000;
-            float code = fabsf(exact - nearest) < 2e-3f ? nearest : floorf(exact + dither);
-            int32_t whole = (int32_t)code;
-            whole = whole < 1 ? 1 : whole > 255 ? 255 : whole;
-            codes[i] = (uint8_t)(from[i] > 0 ? whole : 0);
-        }
+INLINE float encode_first(const float *restrict from, int8_t *restrict codes) {
+    float scale = largest(from);
+    struct divisor by = divisor(scale);
+    EACH_SCALED {
+        float share = from[i] * by.first * by.then, code = rintf(sqrtf(fabsf(share)) * 127);
+        int32_t whole = (int32_t)(share < 0 ? -code : code); /* of NaN the most negative number */
+        codes[i] = (int8_t)(whole < -127 ? 0 : whole);
     }
+    return scale;
+}
+
+INLINE float encode_second(const float *restrict from, uint8_t *restrict codes) {
+    float scale = largest(from);
+    struct divisor by = divisor(scale);
+    EACH_SCALED {
+        float exact = sqrtf(sqrtf(from[i] * by.first * by.then)) * 255, nearest = rintf(exact);
+        float dither = (float)(int32_t)(float_to_bits(from[i]) * 2654435769u >> 9 & 0x7fff) / 0x8000;
+        int32_t whole = (int32_t)(fabsf(exact - nearest) < 2e-3f ? nearest : floorf(exact + dither));
+        whole = whole < 1 ? 1 : whole > 255 ? 255 : whole;
+        codes[i] = (uint8_t)(from[i] > 0 ? whole : 0);
+    }
+    return scale;
 }
 
 /* A block in fp32, in the order of the definition. */
@@ -204,17 +213,18 @@ adam(float *restrict theta, const float *restrict grad, float *restrict m, float
 INLINE void block_step(const struct form *form, struct run at, const struct numbers *by) {
     float grads[BLOCK], weights[BLOCK], means[BLOCK], squares[BLOCK], maxima[BLOCK];
     const float *grad = widened(form->grad, at.grad, grads);
-    float *theta, *m, *v, *v_max = NULL;
+    float *theta, *m = means, *v = squares, *v_max = NULL;
     if (form->master == REMAINDER)
         join((uint16_t *)at.param, (int8_t *)at.remainder_high, (uint8_t *)at.remainder_low, theta = weights);
     else
         theta = form->master == FP32 ? (float *)at.master : (float *)widened(form->param, at.param, weights);
     if (form->exp_avg == CODES)
-        decode_first((int8_t *)at.exp_avg, at.exp_avg_scale, m = means);
+        SCALES decode_first((int8_t *)at.exp_avg + scale * SCALED, at.exp_avg_scale[scale], means + scale * SCALED);
     else
         m = (float *)widened(form->exp_avg, at.exp_avg, means);
     if (form->exp_avg_sq == CODES)
-        decode_second((uint8_t *)at.exp_avg_sq, at.exp_avg_sq_scale, v = squares);
+        SCALES decode_second((uint8_t *)at.exp_avg_sq + scale * SCALED, at.exp_avg_sq_scale[scale],
+                             squares + scale * SCALED);
     else
         v = (float *)widened(form->exp_avg_sq, at.exp_avg_sq, squares);
     if (form->max_exp_avg_sq)
@@ -228,11 +238,12 @@ INLINE void block_step(const struct form *form, struct run at, const struct numb
     else
         adam(theta, grad, m, v, NULL, *by, 0, 0);
     if (form->exp_avg == CODES)
-        encode_first(m, (int8_t *)at.exp_avg, at.exp_avg_scale);
+        SCALES at.exp_avg_scale[scale] = encode_first(m + scale * SCALED, (int8_t *)at.exp_avg + scale * SCALED);
     else
         narrowed(form->exp_avg, m, at.exp_avg);
     if (form->exp_avg_sq == CODES)
-        encode_second(v, (uint8_t *)at.exp_avg_sq, at.exp_avg_sq_scale);
+        SCALES at.exp_avg_sq_scale[scale] =
+            encode_second(v + scale * SCALED, (uint8_t *)at.exp_avg_sq + scale * SCALED);
     else
         narrowed(form->exp_avg_sq, v, at.exp_avg_sq);
     if (v_max)
