@@ -199,9 +199,11 @@ PACKAGE = {
     "ops": "optimizers are named in the config, or given to initialize: torch.optim, stepstack_fused_adam",
     "pipe": _ALL_RANKS,
     "runtime": "initialize, with a config",
+    "safe_get_local_fp32_param": "param.to_local(), in stage 3",
+    "safe_get_local_grad": "param.grad.to_local(), in stage 3",
     "utils": "safe_get_full_fp32_param and its like are in stepstack_deepspeed itself",
     "zero": "zero.Init: nothing, a model is made on the CPU and sharded by initialize. zero.GatheredParameters: "
-    "param.full_tensor() in stage 3, and weights are set before initialize or by engine.module.load_state_dict()",
+    "param.full_tensor() in stage 3 to read, stepstack_deepspeed.safe_set_full_fp32_param to write",
 }
 
 

@@ -20,6 +20,7 @@ from stepstack_deepspeed._precision import in_half, scaled
 from stepstack_deepspeed._processes import ranks, this_rank
 from stepstack_deepspeed._saved_calls import SavedCalls
 from stepstack_deepspeed._schedules import ScheduledRates, SteppedScheduler
+from stepstack_deepspeed._tensors import remember_
 from stepstack_deepspeed._weights import keep_masters_up_
 from stepstack_sharded_states import ShardedOptimizer
 
@@ -83,6 +84,7 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
         self._steps_counted = 0  # since the last one of the optimizer
         self._no_sync = False
         keep_masters_up_(module, optimizer)
+        remember_(module, optimizer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module gives. With `fp16.auto_cast` it gets positional inputs in fp16."""
