@@ -133,6 +133,28 @@ def test_a_norm_beyond_fp32_skips_too(make_scaler):
 
 
 @each_scaler
+@each_optimizer
+def test_fp64_gradients_keep_range_and_digits(make_optimizer, make_scaler):
+    params, reference = ([torch.nn.Parameter(torch.tensor([1.0, 2.0]).double())] for _ in range(2))
+    scaler = make_scaler()
+    step = OptimizerStep(make_optimizer(params), max_norm=0.3, scaler=scaler)
+    expected = torch.optim.AdamW(reference, lr=0.1, foreach=False)
+    for size in (1.0, 2e200, math.nan, 1.0):
+        if scaler is not None:
+            scaler.scale(torch.ones(()))
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        reference[0].grad = torch.tensor([3.0, -4.0]).double() * size
+        params[0].grad = reference[0].grad * scale
+        result = step()
+        assert result.skipped == math.isnan(size)
+        if not math.isnan(size):
+            assert result.grad_norm.item() == pytest.approx(5 * size, rel=1e-14)
+            reference[0].grad *= 0.3 / (5 * size + 1e-6)
+            expected.step()
+        torch.testing.assert_close(params, reference, rtol=1e-14, atol=0)
+
+
+@each_scaler
 def test_the_norm_is_measured_without_a_max_norm(make_scaler):
     params, scaler = parameters(), make_scaler()
     step = OptimizerStep(FusedAdamW(params), scaler=scaler)

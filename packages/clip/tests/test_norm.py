@@ -226,6 +226,30 @@ def test_a_complex_gradient_keeps_its_bits_if_its_norm_does_not_call_for_clippin
     assert grad.view(torch.uint8).tolist() == before
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("size", [2e200, 3e-200, 7.0])
+def test_fp64_gradients_are_clipped_with_all_their_digits(size, norm_type):
+    values = [
+        torch.tensor([1.0, -2.0, 0.1], dtype=torch.float64) * size,
+        torch.full((2,), 3 * size, dtype=torch.float64),
+    ]
+    ours, reference = parameters_with(*(v.clone() for v in values)), parameters_with(*(v.clone() for v in values))
+    expected = torch.linalg.vector_norm(torch.cat(values) / size, norm_type) * size
+    norm = clip_grad_norm_(ours, 1e-250, norm_type)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+    for ours_, reference_ in zip(ours, reference, strict=True):
+        torch.testing.assert_close(ours_.grad, reference_.grad * (1e-250 / (expected + 1e-6)), rtol=1e-13, atol=0)
+
+
+def test_an_fp64_gradient_among_others_is_clipped_with_its_digits():
+    narrow, wide = torch.tensor([3.0, 1.0]), torch.tensor([2e200], dtype=torch.float64)
+    parameters = parameters_with(narrow, wide, narrow.bfloat16(), torch.complex(narrow, narrow))
+    assert clip_grad_norm_(parameters, 1e195).item() == pytest.approx(2e200, rel=1e-14)
+    assert wide.item() == pytest.approx(1e195, rel=1e-14)
+    assert narrow.tolist() == pytest.approx([3 * 5e-6, 5e-6])
+
+
 def lazily_negative():
     """As autograd leaves it where a complex number was conjugated."""
     parameter = nn.Parameter(torch.tensor(3.0))

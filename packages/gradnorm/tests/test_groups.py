@@ -47,7 +47,7 @@ def test_numbers_of_gradients_on_the_cpu_travel_on_the_device_of_the_group(group
 
 def test_a_rank_without_gradients_sends_on_the_device_of_the_group(group):
     total_norm(Part([], group))
-    assert group.packed == [((1,), torch.float64)]
+    assert group.packed == [((1, 3), torch.float64)]
 
 
 def test_norms_are_agreed_on_the_device_of_the_group(group):
@@ -57,4 +57,4 @@ def test_norms_are_agreed_on_the_device_of_the_group(group):
 
 def test_one_number_for_each_tensor_travels_in_one_reduction(group):
     tensor_norms({index: Part([torch.ones(1)], group) for index in range(5)})
-    assert group.packed == [((5,), torch.float64)]
+    assert group.packed == [((5, 3), torch.float64)]

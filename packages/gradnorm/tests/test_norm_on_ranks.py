@@ -313,6 +313,21 @@ def test_the_range_is_kept_over_ranks():
     assert on_ranks(3, run) == [pytest.approx([value * 3 ** (1 / p) for value, p in cases], rel=1e-6, abs=0)] * 3
 
 
+def test_fp64_keeps_range_and_digits_where_one_rank_has_it_and_all_agree():
+    def run(rank):
+        grad = torch.tensor([2e200 / 3 if rank == 0 else 1.0], dtype=torch.float64 if rank == 0 else torch.float32)
+        norms = [total_norm(Part([grad], dist.group.WORLD), p, agree_over=dist.group.WORLD) for p in TYPES]
+        narrow = total_norm(Part([grad.float() if rank else grad[:0]], dist.group.WORLD))
+        return [norm.item() for norm in norms], [norm.dtype for norm in norms], narrow
+
+    first, other = on_ranks(2, run)
+    wide = torch.tensor([2e200 / 3, 1.0], dtype=torch.float64)
+    scaled = [torch.linalg.vector_norm(wide / wide[0], p).item() * wide[0].item() for p in TYPES[1:]]
+    assert first[:2] == ([2, *(pytest.approx(norm, rel=1e-14) for norm in scaled)], [torch.float64] * len(TYPES))
+    assert other[:2] == ([2, *([math.inf] * len(scaled))], [torch.float32] * len(TYPES))  # it has no fp64 gradient
+    assert (first[2].dtype, other[2].dtype, first[2], other[2]) == (torch.float64, torch.float32, 1, 1)
+
+
 def test_ranks_get_the_same_bits():
     def run(rank):
         parts = [

@@ -19,7 +19,10 @@ from stepstack_sharded_states import ShardedOptimizer
 
 
 class StepResult(NamedTuple):
-    """What a step did, in three 0-d fp32 tensors on the parameters' device. Reading one waits for the device."""
+    """What a step did, in three 0-d tensors on the parameters' device. Reading one waits for the device.
+
+    They are fp32; the norm and the coefficient are fp64 if a gradient is.
+    """
 
     grad_norm: Tensor
     """The norm of the whole gradient, without the loss scale, before clipping. Not finite: the step was skipped."""
@@ -138,6 +141,9 @@ class OptimizerStep:
 
     def _update(self, grads: list[Tensor | Part], divisor: Tensor, found_inf: Tensor) -> None:
         optimizer: Any = self.optimizer
+        if divisor.dtype is torch.float64:  # `grad_scale` is fp32, without the range and the digits of fp64 gradients
+            multiply_(grads, divisor.reciprocal())
+            divisor = torch.ones_like(found_inf)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             if isinstance(optimizer, ShardedOptimizer):
@@ -147,7 +153,7 @@ class OptimizerStep:
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
         elif not found_inf.item():  # The one wait: an optimizer without the flag can't be told on the device.
-            multiply_(grads, divisor.reciprocal())
+            multiply_(grads, divisor.reciprocal())  # by 1 if that has been done
             optimizer.step()
 
 

@@ -28,8 +28,13 @@ def multiply_(grads: Grads, factor: Tensor | float, *, backend: str = "auto") ->
         factor = factor.detach().reshape(())
     places = local_runs(grads)
     scales = [scale_for(backend, device, dtype, factor) for device, dtype in places]
-    for (device, _), runs, scale_ in zip(places, places.values(), scales, strict=True):
-        scale_(runs, factor.to(device, non_blocking=device.type != "cpu") if isinstance(factor, Tensor) else factor)
+    for (device, dtype), runs, scale_ in zip(places, places.values(), scales, strict=True):
+        by = factor
+        if isinstance(by, Tensor):
+            if device.type != "cpu" and dtype.itemsize <= 4:  # torch has one kernel there for factors of no wider dtype
+                by = by.float()
+            by = by.to(device, non_blocking=device.type != "cpu")
+        scale_(runs, by)
 
 
 @torch.no_grad()

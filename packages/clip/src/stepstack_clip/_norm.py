@@ -43,7 +43,7 @@ def clip_grad_norm_(
 
     Takes what `torch.nn.utils.clip_grad_norm_` takes, and gives the same for the gradients of one process. `foreach`
     is there for that and changes nothing. The norm is `stepstack_gradnorm.total_norm` of the gradients: a plain 0-d
-    fp32 tensor, also for DTensors, the same on every rank of their mesh.
+    tensor, fp32 (fp64 if a gradient is), also for DTensors, the same on every rank of their mesh.
 
     `parameters`: a tensor or an iterable; one without a gradient is skipped, one whose gradient is in `grad_shard` (in
     the hands of a sharded optimizer) or in `decoupled_grad` is followed there, one that occurs twice is scaled once.

@@ -47,15 +47,22 @@ def sums_of_squares(backend: str, lists: list[list[Tensor]]) -> Tensor:
         return _automatic(lists, first.device, first.dtype)(lists)
     if backend == "torch":
         return _torch.sums_of_squares(lists)
-    if backend == "compiled":
-        reason = _compiled.missing(first.device) or _compiled.refuses(first.dtype)
-    else:
-        reason = _multi_tensor.missing(backend, first.device) or _multi_tensor.refuses(first.dtype)
-    if reason:
-        raise ValueError(f"backend {backend!r} does not measure these gradients: {reason}; backend='auto' does")
+    check_takes(backend, first)
     if backend == "compiled":
         return _compiled.sums_of_squares(lists)
     return _multi_tensor.sums_of_squares(backend, lists)
+
+
+def check_takes(backend: str, tensor: Tensor) -> None:
+    """Raise ValueError if a backend that is asked for does not measure real tensors of this device and dtype."""
+    if backend in ("auto", "torch"):
+        return
+    if backend == "compiled":
+        reason = _compiled.missing(tensor.device) or _compiled.refuses(tensor.dtype)
+    else:
+        reason = _multi_tensor.missing(backend, tensor.device) or _multi_tensor.refuses(tensor.dtype)
+    if reason:
+        raise ValueError(f"backend {backend!r} does not measure these gradients: {reason}; backend='auto' does")
 
 
 def _automatic(lists: list[list[Tensor]], device: torch.device, dtype: torch.dtype) -> SumsOfSquares:

@@ -43,6 +43,7 @@ class Memory:
     """Tensors that are not empty, by device and dtype, each once."""
 
     def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()  # of empty tensors too
         self._places: dict[Place, tuple[list[Tensor], list[int]]] = {}
 
     def add(self, tensor: Tensor, seen: Seen, content: Tensor | None = None) -> bool:
@@ -51,12 +52,14 @@ class Memory:
         Whether it has not been seen.
         """
         if not tensor.numel():
+            self.dtypes.add(tensor.dtype)
             return True
         at, there = start(tensor), tensor
         is_sparse = at < 0 and tensor.layout is not torch.strided
         if is_sparse:
             there = _stored(tensor)
             if not there.numel():
+                self.dtypes.add(there.dtype)
                 return True
             at = start(there)
         if at not in seen:
@@ -67,12 +70,14 @@ class Memory:
             content = _coalesced(tensor)
         if content is not None:
             if not content.numel():
+                self.dtypes.add(content.dtype)
                 return True
             tensor, at = content, start(content)
         try:
             tensors, starts = self._places[tensor.device, tensor.dtype]
         except KeyError:
             tensors, starts = self._places[tensor.device, tensor.dtype] = ([], [])
+            self.dtypes.add(tensor.dtype)
         tensors.append(tensor)
         starts.append(at)
         return True

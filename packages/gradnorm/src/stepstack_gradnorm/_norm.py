@@ -11,7 +11,7 @@ from stepstack_gradnorm._memory import Seen
 from stepstack_gradnorm._part import Grads, in_parts
 from stepstack_gradnorm._plan import added, device_of, home, moved, totals
 from stepstack_gradnorm._shares import Shares
-from stepstack_gradnorm._sums import Maximum, sum_for
+from stepstack_gradnorm._sums import Maximum, check, sum_for
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -47,11 +47,13 @@ def total_norm(
     part_norms: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The norm of all gradients as one vector, whoever holds what: a 0-d fp32 tensor that stays on the device.
+    """The norm of all gradients as one vector, whoever holds what: a 0-d tensor that stays on the device.
+
+    It is fp32, but fp64 if one of the gradients given here is fp64 or complex128.
 
     For the tensors of one process it is `torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]).double())`,
-    to 1e-6 of itself, without the copies. It is not finite if an element is not (with `norm_type=0` it always is), or
-    if fp32 can't hold it, and in no other case.
+    to 1e-6 of itself (1e-14 for fp64), without the copies. It is not finite if an element is not (with `norm_type=0` it
+    always is), or if its dtype can't hold it, and in no other case.
 
     `grads`: a tensor, a Part, or an iterable of both; None is skipped (`grads_of` keeps its place), and what is given
     twice counts once. A DTensor is added up over the axes of its mesh that shard it, a Part over its groups; any other
@@ -68,7 +70,7 @@ def total_norm(
     for a DTensor outside of Parts whose mesh leaves out ranks that the other gradients are on, since it says nothing of
     what those hold. Other DTensors are on the ranks of their meshes, other tensors on all.
     """
-    sum_ = sum_for(norm_type, backend)
+    check(norm_type, backend)
     shares = Shares()
     seen: Seen = {}
     labels: list[int] = []
@@ -82,11 +84,14 @@ def total_norm(
             f"rank {dist.get_rank()}: {unknown} Put it into a Part: sharded_over=() says the same, or sharded_over="
             "<the groups whose ranks hold other pieces>"
         )
+    is_wide = shares.has_fp64()
+    sum_ = sum_for(norm_type, backend, no_fp64_anywhere=not (is_wide or shares.groups))
     sums = totals(shares, sum_)
     total = added([*sums.values()], sum_)
     if not part_norms:
-        return _agreed(sum_.norm(total), agree_over)
-    norms = _agreed(sum_.norm(torch.stack([total, *(sums[label].to(total.device) for label in labels)])), agree_over)
+        return _rounded(_agreed(sum_.norm(total), agree_over), is_wide)
+    values = torch.stack([total, *(sums[label].to(total.device) for label in labels)])
+    norms = _rounded(_agreed(sum_.norm(values), agree_over), is_wide)
     return norms[0], norms[1:]
 
 
@@ -99,12 +104,12 @@ def tensor_norms(
 ) -> dict[Name, Tensor]:
     """The norm of each gradient, by name, as `total_norm` of it would be, out of one reduction for all.
 
-    Every rank passes the same names in the same order; the norm of None is 0.
+    Every rank passes the same names in the same order; the norm of None is 0. All are fp64 if one gradient is.
     """
     if not isinstance(grads, Mapping):
         raise TypeError(f"gradients are given by name, {{name: gradient}}, not as {type(grads).__name__}")
-    sum_ = sum_for(norm_type)
-    shares = Shares()
+    check(norm_type)
+    sum_, shares = sum_for(norm_type), Shares()
     for name, grad in grads.items():
         seen: Seen = {}
         for tensors, part in in_parts(() if grad is None else grad, f"gradient {name!r}"):
@@ -115,7 +120,7 @@ def tensor_norms(
         return {}
     device = home(value.device for value in sums.values())
     norms = sum_.norm(torch.stack([moved(value, device) for value in sums.values()]))
-    return dict(zip(grads, _agreed(norms, agree_over).unbind(), strict=True))
+    return dict(zip(grads, _rounded(_agreed(norms, agree_over), shares.has_fp64()).unbind(), strict=True))
 
 
 def _check_inside(shares: Shares, agree_over: dist.ProcessGroup | None) -> None:
@@ -123,6 +128,10 @@ def _check_inside(shares: Shares, agree_over: dist.ProcessGroup | None) -> None:
         raise TypeError(f"agree_over is a ProcessGroup that this rank is in, not {agree_over!r}")
     if shares.outside and agree_over is None:
         raise ValueError(f"{shares.outside}: it learns the norm by agree_over=<a group of it and of ranks inside>")
+
+
+def _rounded(norms: Tensor, is_wide: bool) -> Tensor:
+    return norms if is_wide else norms.float()
 
 
 def _agreed(norms: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,6 +60,10 @@ class Shares:
                 own.memory.add(tensor, seen)
                 has_own = has_own or tensor.numel() > 0
         self._has_own |= has_own and part is None
+
+    def has_fp64(self) -> bool:
+        """Whether one of the tensors, empty ones too, has real numbers in fp64."""
+        return any(dtype in (torch.float64, torch.complex128) for share in self for dtype in share.memory.dtypes)
 
     def unknown(self) -> str:
         """Why ranks may not have the same norm: a DTensor that no Part has, on a mesh without some of these ranks."""
