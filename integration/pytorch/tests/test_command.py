@@ -1,5 +1,8 @@
 """The command line: what it prints, what it writes, and how it ends."""
 
+import io
+import json
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -233,3 +236,61 @@ def test_it_runs_as_a_module(folder):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.count("all as they were written") == 2
+
+
+@pytest.mark.parametrize("name", ["grö\u00dfe", os.fsdecode(b"\xff\xfe")], ids=["not ASCII", "not UTF-8"])
+def test_a_terminal_that_lacks_letters_gets_the_others(tmp_path, monkeypatch, name):
+    model = nn.ModuleDict({"größe": nn.Linear(3, 2)})
+    folder = tmp_path / name
+    save_checkpoint(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    def run(*arguments):
+        printed = [io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2)]
+        monkeypatch.setattr(sys, "stdout", printed[0])
+        monkeypatch.setattr(sys, "stderr", printed[1])
+        status = main(["checkpoint", *arguments])
+        for stream in printed:
+            stream.flush()
+        return status, *(stream.buffer.getvalue() for stream in printed)
+
+    status, shown, said = run("show", str(folder))
+    assert (status, said) == (0, b"")
+    assert b"gr\\xf6\\xdfe.weight  [2, 3]" in shown
+    assert run("export", str(folder), str(folder / f"{name}.pt"))[::2] == (0, b"")
+    assert torch.load(folder / f"{name}.pt").keys() == model.state_dict().keys()
+    status, shown, said = run("show", str(folder / name))
+    assert (status, shown) == (1, b"")
+    assert b"there is no checkpoint" in said
+
+
+def test_a_reader_that_has_read_enough_ends_it_quietly(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "stepstack", "checkpoint", "show", str(folder)]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_programs_get_json(folder, tmp_path, capsys):
+    assert main(["checkpoint", "show", str(folder), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["path"], shown["step"], shown["steps"]) == (str(folder / "step_3"), 3, [2, 3])
+    states = {"exp_avg": "float32", "exp_avg_sq": "float32", "master_weight": "float32"}
+    assert shown["tensors"]["0.weight"] == {"shape": [4, 16], "dtype": "bfloat16", "states": states, "step": 3}
+    assert shown["values"]["extra"] == "something"
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "x.pt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 7
+    data = folder / "step_2/__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["whole"] == [str(folder / "step_3")]
+    assert [*verified["damaged"]] == [str(folder / "step_2")]
+
+
+def test_it_says_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("stepstack 0.")

@@ -1,8 +1,10 @@
 """A checkpoint in words, for people."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from stepstack._contents import within
 from stepstack._ranks import Ranks
 from stepstack._states import READERS_OWN, options_by_name
 from stepstack._storage import Entry, Wanted, entries_of, read_metadata, read_tensors
-from stepstack._values import from_text
+from stepstack._values import from_text, to_text
 
 
 class Summary:
@@ -55,6 +57,26 @@ class Summary:
                 "-" if step is None else str(step),
                 size_in_words(sum(map(_size, [entry, *own.values()]))),
             )
+
+    def facts(self) -> dict[str, Any]:
+        """The same for programs: plain values, sizes in bytes, options by parameter."""
+        marker, states = self._marker, within("optimizer.state", self._entries)
+        parameters = {}
+        for name, entry in within("model", self._entries).items():
+            own = {key: _dtype(state) for key, state in within(name, states).items() if key != "step"}
+            step = self._steps.get(f"optimizer.state.{name}.step")
+            parameters[name] = {"shape": list(entry.shape), "dtype": _dtype(entry), "states": own, "step": step}
+        return {
+            "path": str(self._checkpoint),
+            "step": marker.step,
+            "written": marker.written,
+            "ranks": marker.ranks,
+            "torch": marker.torch,
+            "format": [_folder.FORMAT, _folder.VERSION],
+            "bytes": {name: file.size for name, file in sorted(marker.files.items())},
+            "tensors": parameters,
+            "values": json.loads(to_text(self._values)),
+        }
 
     @property
     def options(self) -> str:
