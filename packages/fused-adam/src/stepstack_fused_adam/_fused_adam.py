@@ -16,6 +16,8 @@ class FusedAdam(FusedAdamW):
     does without an argument. `capturable` changes nothing: the step always is.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Any,

@@ -73,6 +73,8 @@ class FusedAdamW(torch.optim.AdamW):
     They agree to a few units in the last place of the update's dtype.
     """
 
+    elementwise = True
+    """Slices of parameters that begin at multiples of 64 elements end where whole ones do, whatever the arguments."""
     _step_supports_amp_scaling = True
     _decoupled = True
 

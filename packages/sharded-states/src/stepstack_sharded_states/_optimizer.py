@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,12 @@ from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._edits import Listing
+from stepstack_sharded_states._elementwise import check_class, check_elementwise
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
 from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._params import (
     Group,
-    check_elementwise,
     check_in_place,
     check_mesh,
     name_alike,
@@ -71,6 +72,9 @@ class ShardedOptimizer(SavedStates):
     - norm_owner: a function of a parameter's name and the parameter that says to which part of a norm its gradient
       belongs ("tensor-parallel duplicate", say), for `grad_shards_by_owner()`. Those of one owner lie together.
     - bucket_cap_mb: size, in MiB of gradients, from which on a bucket is reduced as a unit.
+    - elementwise: True says that you know optimizer_class to be elementwise with these arguments. Otherwise all classes
+      but those of torch that are, and those with `elementwise = True` in their body, are tried, some milliseconds for a
+      class and its arguments: TypeError where small tensors end elsewhere when trained in slices, or can't be trained.
 
     Gradients: in backward, each is moved into its bucket. Afterwards `.grad` is a view of it in one process; on several
     ranks it is a tensor that knows the norm of the whole, can be scaled and zeroed, and raises where a part won't do.
@@ -110,16 +114,23 @@ class ShardedOptimizer(SavedStates):
         zero_fill_unused: bool = False,
         norm_owner: Callable[[str, nn.Parameter], Hashable] | None = None,
         bucket_cap_mb: float = 25.0,
+        elementwise: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         groups: list[Group] = []
         with announced(lambda: likely_ranks(mesh, groups)):
-            check_elementwise(optimizer_class)
+            check_class(optimizer_class)
             groups += read_groups(params)
             check_mesh(mesh)
             device = next(param for group in groups for _, param in group.params).device
             refuse(groups, device.type if mesh is None else mesh.device_type)
             warn_of_shared_memory(groups)
+            dtype = inner_dtype or next(param.dtype for group in groups for _, param in group.params)
+            home = device if state_device is None else torch.device(state_device)
+            arguments = optimizer_class, optimizer_kwargs, dtype, home
+            self._try = None if elementwise else partial(check_elementwise, *arguments)
+            if self._try is not None:
+                self._try([group.options for group in groups])
             self._distribution = Distribution(
                 mesh,
                 device,
@@ -181,14 +192,28 @@ class ShardedOptimizer(SavedStates):
         flags = {name: flag_of(self, name) for name in ("grad_scale", "found_inf")}
         skip = self._agree(flags["found_inf"], is_agreed)
         step_inner(self._inner, self._listing.members(), **flags, skip=skip, arguments=inner)
-        for bucket in self._backward.buckets:
-            bucket.after_step()
-        stepped = (member for member in self._listing.members() if member.used)
-        self._gather.start(reversed(self._backward.buckets), stepped)  # forward needs first what backward reaches last
-        copy_options(self._inner.param_groups, self.param_groups)
-        self._listing.show_states(self.state)
+        self._spread(member for member in self._listing.members() if member.used)
         self._backward.stepped()
         return loss
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """`train()` and `eval()` where the inner optimizer has them, as schedule-free ones do."""
+            if name in ("train", "eval") and callable(getattr(self.__dict__.get("_inner"), name, None)):
+                return partial(self._switch, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        """Let the inner optimizer change its slices in place, and gather them. Every rank of the mesh calls this."""
+        self._backward.check_open()
+        self._whole = None
+        self._follow_edits()
+        check_in_place(self._listing.groups)
+        self._gather.finish()
+        getattr(self._inner, mode)()
+        self._spread(self._listing.members())
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -291,6 +316,8 @@ class ShardedOptimizer(SavedStates):
             groups = [self._listing.read(param_group)]
             name_alike(groups, self._listing.groups)
             refuse(groups, self._distribution.device.type, taken=[member.param for member in self._listing.members()])
+            if self._try is not None:
+                self._try([group.options for group in groups])
             back = self._listing.set_apart(groups[0])
             planned = self._distribution.plan(groups, [f"parameter {name!r}, again" for name, _ in back.values()])
         buckets = self._distribution.buckets_of(planned)
@@ -305,6 +332,14 @@ class ShardedOptimizer(SavedStates):
         copy_options(self._inner.param_groups, self.param_groups)
         self._distribution.compare(planned.options(self._inner.param_groups))
         self._backward.follow(buckets)
+        self._listing.show_states(self.state)
+
+    def _spread(self, changed: Iterable[Member]) -> None:
+        """What the inner optimizer has changed reaches the model on all ranks, and callers."""
+        for bucket in self._backward.buckets:
+            bucket.after_step()
+        self._gather.start(reversed(self._backward.buckets), changed)  # forward needs first what backward reaches last
+        copy_options(self._inner.param_groups, self.param_groups)
         self._listing.show_states(self.state)
 
     def _agree(self, found_inf: Tensor | None, already: bool) -> Tensor | None:

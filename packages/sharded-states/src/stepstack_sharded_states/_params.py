@@ -11,16 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stepstack_sharded_states._bucket import Member
 from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._overlap import overlap
 
-_NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
-)
 _NOT_OPTIONS = ("params", "param_names", "mesh", "grad_divisor")
 _WRAPPERS = (
     "_orig_mod.",
@@ -126,17 +122,6 @@ def name_alike(groups: list[Group], before: Sequence[Group] = ()) -> None:
             )
     for group in groups:
         group.named = any(other.named for other in (*before, *groups))
-
-
-def check_elementwise(optimizer_class: Any) -> None:
-    """Raise TypeError for something else than a class of optimizers, or one that needs whole parameters."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"{this_rank()}: optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
-    if issubclass(optimizer_class, _NOT_ELEMENTWISE):
-        raise TypeError(
-            f"{this_rank()}: {optimizer_class.__name__} is not elementwise: it needs whole parameters, and a rank "
-            "has a slice of them, which may end inside one"
-        )
 
 
 def check_mesh(mesh: Any) -> None:
