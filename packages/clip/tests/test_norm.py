@@ -1,4 +1,6 @@
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -142,7 +144,7 @@ def test_what_a_norm_that_is_not_finite_leads_to(bad):
         {"error_if_nonfinite": True, "nonfinite": "raise"},
     ):
         grads = [value.clone() for value in values]
-        with pytest.raises(RuntimeError, match=r"2-norm.*(nan|inf)"):
+        with pytest.raises(RuntimeError, match=r"order 2\.0 .* it is (nan|inf)"):
             clip_grad_norm_(parameters_with(*grads), 1.0, **options)
         assert bits(grads) == bits(values)
 
@@ -248,6 +250,42 @@ def test_an_fp64_gradient_among_others_is_clipped_with_its_digits():
     assert clip_grad_norm_(parameters, 1e195).item() == pytest.approx(2e200, rel=1e-14)
     assert wide.item() == pytest.approx(1e195, rel=1e-14)
     assert narrow.tolist() == pytest.approx([3 * 5e-6, 5e-6])
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_what_clips_nothing_by_mistake_is_told(clip):
+    module = nn.Linear(2, 2)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip([], 1.0)
+        clip([frozen], 1.0)
+        clip(module.parameters(), 1.0)  # none has a gradient yet
+    for given, words in [
+        ([torch.ones(2), torch.ones(3)], "none of the 2 tensors given as parameters"),
+        ((parameter for parameter in ()), "empty generator, no gradient clipping will occur"),
+    ]:
+        with pytest.warns(UserWarning, match=words) as told:
+            clip(given, 1.0)
+        assert told[0].filename == __file__
+    for given, words in [
+        (module, r"a Linear was given: pass its \.parameters\(\)"),
+        (nn.ModuleList([module]), "a ModuleList was given"),
+        (module.named_parameters(), r"(?s)not tuple.*named_parameters\(\) gives"),
+        (dict(module.named_parameters()), r"not str.*named_parameters\(\) gives"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            clip(given, 1.0)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_error_has_the_words_of_torch(norm_type):
+    words = (
+        f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped"
+    )
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            clip(parameters_with(torch.tensor([1.0, math.nan])), 1.0, norm_type, error_if_nonfinite=True)
 
 
 def lazily_negative():

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepstack_clip._multiply import multiply_, zero_where_
+from stepstack_clip._parameters import listed
 from stepstack_gradnorm import Part, grads_of, total_norm
 
 
@@ -55,28 +56,26 @@ def clip_grad_norm_(
     `agree_over`: as in `total_norm`.
 
     At or below `max_norm` no bit of a gradient changes. All ranks that share a reduction call it. ValueError if
-    `max_norm` is negative or NaN, before anything is touched.
+    `max_norm` is negative or NaN, before anything is touched; TypeError for a module, or named parameters. UserWarning
+    for an empty generator, and for tensors of which none could have a gradient, as gradients.
     """
     max_norm = _checked(max_norm)
     policy = _policy(nonfinite, error_if_nonfinite)
     parts = [_checked_part(part) for part in ((parts,) if isinstance(parts, Part) else parts)]
     in_parts = {id(parameter) for part in parts for parameter in part.tensors}
     grads: list[Tensor | Part] = [_of_grads(part) for part in parts]
-    grads += grads_of(parameter for parameter in _listed(parameters) if id(parameter) not in in_parts)
+    grads += grads_of(parameter for parameter in listed(parameters, parts) if id(parameter) not in in_parts)
     norm = total_norm(grads, norm_type, agree_over=agree_over)
     if policy == "raise" and not norm.isfinite():  # waits for the device: the host can raise only what it knows
         raise RuntimeError(
-            f"the {float(norm_type):g}-norm of the gradients is {norm.item()}, so it can't be clipped; the gradients "
-            'are untouched. nonfinite="keep" goes on with them as they are, nonfinite="zero" with zeros'
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
+            f'be clipped: it is {norm.item()}. The gradients are untouched; nonfinite="keep" goes on with them as they '
+            'are, nonfinite="zero" with zeros'
         )
     if policy == "zero":
         zero_where_(grads, ~norm.isfinite())
     multiply_(grads, clip_coefficient(norm, max_norm))
     return norm
-
-
-def _listed(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else parameters
 
 
 def _checked_part(part: Part) -> Part:

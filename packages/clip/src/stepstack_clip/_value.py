@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stepstack_clip._parameters import listed
 from stepstack_gradnorm import grads_of, local_runs
 
 
@@ -21,7 +22,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """
     if math.isnan(clip_value) or clip_value < 0:
         raise ValueError(f"clip_value is 0 or more, not {clip_value}")
-    grads = grads_of(parameters)
+    grads = grads_of(listed(parameters))
     for grad in grads:
         if grad.is_complex():
             raise TypeError(f"complex numbers have no order to be clipped by: a gradient is {grad.dtype}")

@@ -21,7 +21,8 @@ def grads_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _grad_of(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, Tensor):
-        raise TypeError(f"a parameter is a Tensor, not {type(parameter).__name__}: {str(parameter)[:60]}")
+        hint = " (named_parameters() gives names too: pass parameters())" if isinstance(parameter, tuple | str) else ""
+        raise TypeError(f"a parameter is a Tensor, not {type(parameter).__name__}: {str(parameter)[:60]}{hint}")
     grad = getattr(parameter, "grad_shard", None)
     if grad is None:
         grad = parameter.grad
