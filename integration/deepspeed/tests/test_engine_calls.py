@@ -107,6 +107,20 @@ def test_the_callers_optimizer_shows_what_is_trained_and_follows_its_edits():
         given.step()
 
 
+def test_in_stage_0_and_fp32_the_callers_optimizer_is_given_back():
+    for make in (torch.optim.AdamW, lambda params: FusedAdam(params, lr=1.0)):
+        model = net()
+        given = make(model.parameters())
+        engine, optimizer, *_ = initialize(config(stage=0), model, optimizer=given)
+        assert engine.optimizer is optimizer is given
+        train(engine)
+        assert given.state
+        assert given.param_groups[0]["lr"] == engine.get_lr()[0]
+        optimizer.zero_grad()
+    optimizer = initialize(config(stage=0), optimizer=lambda params: torch.optim.AdamW(params))[1]
+    assert isinstance(optimizer, torch.optim.AdamW)
+
+
 def test_a_scheduler_that_the_loop_moves_reaches_the_engine():
     model = net()
     given = torch.optim.AdamW(model.parameters(), lr=1.0)

@@ -51,10 +51,11 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
         config: Config,
         device: torch.device,
         training_dataloader: DataLoader[Any] | None = None,
+        handed_over: Optimizer | None = None,
     ) -> None:
         super().__init__()
         self.module = module
-        self.optimizer = optimizer
+        self.optimizer = optimizer if handed_over is None else handed_over
         self.lr_scheduler = schedule.scheduler if isinstance(schedule, SteppedScheduler) else schedule
         self.training_dataloader = training_dataloader
         self.device = device
@@ -73,7 +74,7 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
         self.applied_steps = optimizer_step.applied_steps
         """Steps of the optimizer that changed the parameters: 0-d fp32, on the device."""
         self._config = config
-        self._optimizer_step = optimizer_step
+        self._optimizer, self._optimizer_step = optimizer, optimizer_step
         self._schedule = schedule
         self._skipped_steps = torch.zeros_like(optimizer_step.applied_steps)
         self._result: StepResult | None = None
@@ -142,7 +143,7 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. A step does so itself."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._optimizer.zero_grad(set_to_none=set_to_none)
         self._backwards = 0
 
     @contextmanager
@@ -202,11 +203,11 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group, for the next step. Waits, if a schedule has made it a tensor."""
-        return rates_of(self.optimizer)
+        return rates_of(self._optimizer)
 
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group, or its betas; 0 for one that has neither."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._optimizer.param_groups]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` of the module, in place, with these arguments; `compile_kwargs` among them are unpacked."""
@@ -266,5 +267,5 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
         return self._not_reducing()
 
     def _not_reducing(self) -> AbstractContextManager[None]:
-        assert isinstance(self.optimizer, ShardedOptimizer)
-        return self.optimizer.no_sync()
+        assert isinstance(self._optimizer, ShardedOptimizer)
+        return self._optimizer.no_sync()

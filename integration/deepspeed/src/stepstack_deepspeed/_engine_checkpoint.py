@@ -41,7 +41,7 @@ def save(
     path = stepstack.save_checkpoint(
         folder / tag,
         model=without_frozen(engine.module) if exclude_frozen else engine.module,
-        optimizer=engine.optimizer,
+        optimizer=engine._optimizer,
         scheduler=Progress(engine),
         extra=client_state,
         step=engine.global_steps,
@@ -73,7 +73,7 @@ def load(
     read = partial(
         stepstack.load_checkpoint,
         folder / str(tag),
-        optimizer=engine.optimizer if optimizer_states else None,
+        optimizer=engine._optimizer if optimizer_states else None,
         scheduler=None if module_only else Progress(engine, scale=optimizer_states, lr_scheduler=lr_scheduler_states),
     )
     try:
@@ -84,8 +84,8 @@ def load(
         loaded = read(model=without_frozen(engine.module))
     reshard_(engine.module)
     engine.zero_grad()
-    if not optimizer_states and isinstance(engine.optimizer, ShardedOptimizer):
-        engine.optimizer.refresh_from_model()
+    if not optimizer_states and isinstance(engine._optimizer, ShardedOptimizer):
+        engine._optimizer.refresh_from_model()
     if schedule is not None:  # the rates in the optimizer's groups are those of the checkpoint now
         goes_on = lr_scheduler_states and not module_only
         schedule.load_state_dict(schedule.state_dict() if goes_on else before)

@@ -86,6 +86,8 @@ def initialize(
     elif isinstance(schedule, LRScheduler):
         scaler = constant_scale(device.type, 1.0)  # it knows on the device which steps were skipped
     step = OptimizerStep(sharded, max_norm=read.gradient_clipping or None, scaler=scaler)
+    # DeepSpeed has no wrapper then: what users gave is what they test for, and find again.
+    plain = read.sharding.stage == 0 and not read.precision.is_mixed
     rates: ScheduledRates | SteppedScheduler | None = None
     if isinstance(schedule, Curve):
         rates = ScheduledRates(sharded, schedule, step.applied_steps, on_device=inner.has_flag)
@@ -93,9 +95,18 @@ def initialize(
         assert scaler is not None
         rates = SteppedScheduler(schedule, scaler, on_device=inner.has_flag)
     dataloader = None if training_data is None else _dataloader(training_data, collate_fn, read, device)
-    engine = Engine(model, sharded, step, rates, config=read, device=device, training_dataloader=dataloader)
+    engine = Engine(
+        model,
+        sharded,
+        step,
+        rates,
+        config=read,
+        device=device,
+        training_dataloader=dataloader,
+        handed_over=given if plain else None,
+    )
     name_as_deepspeed_(engine, given)
-    return engine, sharded, dataloader, engine.lr_scheduler
+    return engine, engine.optimizer, dataloader, engine.lr_scheduler
 
 
 def _only_one(*configs: Any) -> Any:

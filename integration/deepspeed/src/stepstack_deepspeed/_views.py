@@ -18,7 +18,7 @@ def name_as_deepspeed_(engine: "Engine", given: Optimizer | None) -> None:
 
     `given` is the caller's own optimizer, if it brought one.
     """
-    optimizer, of_engine = engine.optimizer, weakref.ref(engine)
+    optimizer, of_engine = engine._optimizer, weakref.ref(engine)
     scaler = engine.scaler if isinstance(engine.scaler, GradScaler) else None
     kind = type(optimizer)
 
