@@ -269,3 +269,21 @@ def test_in_the_middle_of_accumulation_nothing_is_saved(tmp_path):
         save_checkpoint(tmp_path, model=model, optimizer=optimizer)
 
     assert "gradient" in errors_of(2, save_early)
+
+
+def test_ctrl_c_while_a_rank_writes_stays_what_it_is_there_and_the_others_hear_of_it(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def check(rank):
+        model, optimizer = sharded()
+        if rank == 1:
+            monkeypatch.setattr(_storage._Summed, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointError) as error:
+            save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        return str(error.value)
+
+    told, _, also_told = on_ranks(3, check)
+    assert told == also_told
+    assert "rank 1: KeyboardInterrupt" in told
+    assert not [*tmp_path.iterdir()]

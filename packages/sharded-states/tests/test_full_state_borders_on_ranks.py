@@ -87,6 +87,24 @@ def test_a_malformed_state_dict_on_one_rank_is_refused_on_all_and_changes_nothin
             assert expected in words
 
 
+class Interrupted(dict):
+    """What is read of it is a Ctrl-C."""
+
+    def __getitem__(self, key):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_stays_one_on_its_rank_and_the_others_hear_of_it():
+    def check(rank):
+        optimizer = make(params_of(**SHAPES))
+        whole = optimizer.full_state_dict(rank0_only=False)
+        with pytest.raises(KeyboardInterrupt if rank == 1 else ValueError) as error:
+            optimizer.load_full_state_dict(Interrupted(whole) if rank == 1 else whole)
+        return str(error.value)
+
+    assert on_ranks(2, check) == ["rank 1: KeyboardInterrupt: ", ""]
+
+
 def mutated(whole, generator):
     """A state dict with one part of it gone, replaced, renamed, or of another dtype or shape."""
     values = [None, -1.5, float("nan"), "text", [], {}, (1, 2), torch.ones(2), nan_of(9, 7).to_sparse(), object, 1j]
