@@ -87,12 +87,6 @@ def test_an_option_that_is_nan_is_saved_and_loaded_as_any_other(tmp_path):
     assert math.isnan(on_ranks(1, check)[0])
 
 
-def test_a_model_in_shared_memory_is_warned_about():
-    model = nn.Linear(3, 3).share_memory()
-    with pytest.warns(UserWarning, match="'weight' is in shared memory and leaves it"):
-        ShardedOptimizer(model.named_parameters(), torch.optim.SGD)
-
-
 def test_a_profiler_shows_the_step():
     model, optimizer = small()
     model(torch.ones(3)).sum().backward()

@@ -123,6 +123,11 @@ class Member:
         if self.param.grad is None:
             self.displayed = False
 
+    @property
+    def shown_grad(self) -> Tensor:
+        """Its gradient as callers see it, empty where there is none."""
+        return self.missing_grad if self.shard.grad is None else self.shard.grad
+
     def leave(self) -> None:
         """No group lists it any more: its gradient is not taken in, and stays where autograd leaves it."""
         self.group, self.used, self.unreduced = None, False, False

@@ -48,11 +48,16 @@ class Listing:
         """Note groups that callers and the inner optimizer have got: the last ones of `param_groups`."""
         for member in (member for group in groups for member in group.members):
             self._known |= {id(member.shard): member, id(member.param): member}
+        added = {id(param) for group in groups for _, param in group.params}
+        for group in self.groups:
+            group.frozen = [(name, param) for name, param in group.frozen if id(param) not in added]
         self.groups = [*self.groups, *groups]
         self._note(param_groups)
 
     def read(self, param_group: dict[str, Any]) -> Group:
         """A group to be added, with the model's parameters where it has shards of them."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"{this_rank()}: a parameter group must be a dict, got {type(param_group)}")
         given = param_group.get("params", ())
         items = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor | set) else given
         of_model = [self._param_of(item) for item in items] if isinstance(items, list) else self._param_of(items)

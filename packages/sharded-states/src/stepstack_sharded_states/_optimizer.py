@@ -19,7 +19,6 @@ from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._elementwise import check_class, check_elementwise
 from stepstack_sharded_states._gather import Gather
 from stepstack_sharded_states._inner import copy_options, flag_of, step_inner, wait_for_offloaded
-from stepstack_sharded_states._mesh import this_rank
 from stepstack_sharded_states._params import (
     Group,
     check_in_place,
@@ -27,7 +26,6 @@ from stepstack_sharded_states._params import (
     name_alike,
     read_groups,
     refuse,
-    warn_of_shared_memory,
 )
 from stepstack_sharded_states._saving import SavedStates
 
@@ -124,7 +122,6 @@ class ShardedOptimizer(SavedStates):
             check_mesh(mesh)
             device = next(param for group in groups for _, param in group.params).device
             refuse(groups, device.type if mesh is None else mesh.device_type)
-            warn_of_shared_memory(groups)
             dtype = inner_dtype or next(param.dtype for group in groups for _, param in group.params)
             home = device if state_device is None else torch.device(state_device)
             arguments = optimizer_class, optimizer_kwargs, dtype, home
@@ -233,7 +230,7 @@ class ShardedOptimizer(SavedStates):
         """
         self._listing.follow(self.param_groups)
         self._backward.finish()
-        return [_shown_grad(member) for member in self._listing.members()]
+        return [member.shown_grad for member in self._listing.members()]
 
     @torch.no_grad()
     def grad_shards_with_objections(self) -> list[Tensor]:
@@ -262,7 +259,7 @@ class ShardedOptimizer(SavedStates):
         self._backward.finish()
         shards: dict[Hashable, list[Tensor]] = {}
         for member in self._listing.members():
-            shards.setdefault(member.owner, []).append(_shown_grad(member))
+            shards.setdefault(member.owner, []).append(member.shown_grad)
         return shards
 
     @contextmanager
@@ -311,8 +308,6 @@ class ShardedOptimizer(SavedStates):
         self._gather.finish()
         with self._distribution.announced():
             self._follow_edits()
-            if not isinstance(param_group, dict):
-                raise TypeError(f"{this_rank()}: a parameter group must be a dict, got {type(param_group)}")
             groups = [self._listing.read(param_group)]
             name_alike(groups, self._listing.groups)
             refuse(groups, self._distribution.device.type, taken=[member.param for member in self._listing.members()])
@@ -325,9 +320,6 @@ class ShardedOptimizer(SavedStates):
         with self._distribution.announced():
             self._inner.add_param_group(groups[0].of_pieces())
             super().add_param_group(groups[0].of_shards())
-        added = [param for _, param in groups[0].params]
-        for group in self._listing.groups:
-            group.frozen = [(name, param) for name, param in group.frozen if not any(param is one for one in added)]
         self._listing.add(groups, self.param_groups)
         copy_options(self._inner.param_groups, self.param_groups)
         self._distribution.compare(planned.options(self._inner.param_groups))
@@ -347,7 +339,3 @@ class ShardedOptimizer(SavedStates):
         if found_inf is not None or getattr(self._inner, "_step_supports_amp_scaling", False):  # else it would raise
             self._skipped.note(buckets, meshes)
         return agreed(found_inf, buckets, meshes, already=already)
-
-
-def _shown_grad(member: Member) -> Tensor:
-    return member.missing_grad if member.shard.grad is None else member.shard.grad

@@ -1,6 +1,5 @@
 """What a caller may hand to an optimizer, read and checked once."""
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,18 +185,6 @@ def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] =
         raise ValueError(
             f"{this_rank()}: parameters {shared[0]!r} and {shared[1]!r} share memory, though they are two, and would "
             "lie apart in the buckets: tie them by using one Parameter twice, or clone one of them"
-        )
-
-
-def warn_of_shared_memory(groups: list[Group]) -> None:
-    """Warn if parameters lie in memory that other processes see, since what they become in a bucket does not."""
-    here = [(name, param) for group in groups for name, param in group.params if param.device.type == "cpu"]
-    shared = [name for name, param in here if param.is_shared()]  # type: ignore[no-untyped-call]
-    if shared:
-        warnings.warn(
-            f"{this_rank()}: parameter {shared[0]!r} is in shared memory and leaves it for a bucket, so that other "
-            "processes will not see it trained: Hogwild's way of training is for torch's own optimizers",
-            stacklevel=3,
         )
 
 
