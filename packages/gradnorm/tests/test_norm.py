@@ -359,3 +359,10 @@ def test_a_subclass_with_data_counts():
 def test_jagged_tensors_count_by_their_values():
     jagged = torch.nested.nested_tensor([random(2), random(3, seed=1)], layout=torch.jagged)
     assert_is(total_norm([jagged]), reference([random(2), random(3, seed=1)]))
+
+
+def test_a_parameter_that_can_say_what_its_shard_is_now_is_asked():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad_shard = torch.ones(3)
+    parameter.current_grad_shard = lambda: torch.full((3,), 2.0)
+    assert torch.equal(grads_of(parameter)[0], torch.full((3,), 2.0))

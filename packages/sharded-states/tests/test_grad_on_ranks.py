@@ -424,7 +424,7 @@ def test_a_closed_optimizer_has_given_the_parameters_back_and_says_so():
         ):
             with pytest.raises(RuntimeError, match=rf"(rank {rank}|this process).*closed"):
                 call()
-        assert optimizer.state_dict()["param_groups"]
+        assert optimizer.full_state_dict(rank0_only=False)["param_groups"]
 
     on_each_way(check)
 
@@ -630,3 +630,31 @@ def test_a_model_may_be_moved_after_a_step():
             assert all(type(p.grad) is torch.Tensor for p in gradients.model.parameters())
 
     on_each_way(check)
+
+
+def test_what_the_caller_does_to_grad_is_done_to_its_shard():
+    def check(rank, world, options):
+        model = model_of()
+        optimizer = sharded(model.named_parameters(), **options)
+        loss_of(model, data_of(rank)).backward()
+        weight, bias = model[0].weight, model[0].bias
+        before = local(weight.current_grad_shard()).clone()
+        if options.get("mesh") != (2, 1):
+            weight.grad = weight.grad * 2
+        else:
+            weight.grad.mul_(2)
+        assert torch.equal(local(weight.current_grad_shard()), before * 2)
+        bias.grad = None
+        assert local(bias.current_grad_shard()).numel() == 0
+        with optimizer.no_sync():
+            loss_of(model, data_of(rank)).backward()
+        if world > 1 and "shard_gradients" not in options:
+            with pytest.raises(RuntimeError, match=rf"rank {rank}.*'0.bias' is not averaged.*grad_shards\(\)"):
+                bias.current_grad_shard()
+        optimizer.grad_shards()
+        assert bias.current_grad_shard() is bias.grad_shard
+
+    def local(shard):
+        return shard.to_local() if hasattr(shard, "to_local") else shard
+
+    on_each_way(check, [way for way in WAYS if "zero_fill_unused" not in way[1]])

@@ -55,13 +55,27 @@ class Backward:
                 if member.group is not None and member.is_new():
                     self._start_afresh()
                     self._check_replaceable(member)
-                    grad = member.param.grad
-                    if grad is not None and grad.requires_grad:
-                        member.param.grad = grad.detach()
-                    self._take(bucket, member)
+                    self._take_from_hand(bucket, member)
         waiting = any(bucket.gradients.set_aside for bucket in self.buckets)
         if waiting or any(member.unreduced for bucket in self.buckets for member in bucket.members):
             self._reduce()
+
+    def look(self, bucket: Bucket, member: Member) -> None:
+        """Let its `grad_shard` be what the caller has made of its `.grad`. Raises RuntimeError where it can't be."""
+        if member.group is None or not member.in_place:
+            return
+        if member.forgotten or member.is_new():
+            self._follow_the_caller()
+            if member.is_new():
+                self._start_afresh()
+                self._check_replaceable(member)
+                if member.gradients.replaceable:
+                    self._take_from_hand(bucket, member)
+        if not member.gradients.replaceable and (member.is_new() or (member.used and not member.reduced)):
+            raise RuntimeError(
+                f"{this_rank()}: the gradient of parameter {member.name!r} is not averaged over the ranks yet, since "
+                "it was accumulated in no_sync() or assigned by hand: call grad_shards() of the optimizer before"
+            )
 
     def zero_grad(self, set_to_none: bool) -> None:
         for bucket in self.buckets:
@@ -121,6 +135,7 @@ class Backward:
         for member in bucket.members:
             member.norms = norms
             norms.members.append(member)
+            member.param.current_grad_shard = _current(ours, bucket, member)  # type: ignore[attr-defined]
             # A hook of the node, since one of the parameter would be called by torch.autograd.grad too.
             node = torch.autograd.graph.get_gradient_edge(member.param).node
             self._nodes.append(node)  # which only its graph keeps, else
@@ -140,9 +155,11 @@ class Backward:
             return
         if self._stepped:
             self._start_afresh()
-        elif member.used:
-            if member.forgotten or member.is_new():
-                self._follow_the_caller()
+        elif member.used or bucket.gradients.is_occupied:
+            if member.forgotten or member.is_new() or not bucket.followed:
+                self._follow_the_caller()  # before anything in a bucket is moved
+                for each in self.buckets:
+                    each.followed = True
             if member.is_new():
                 self._check_replaceable(member)
         bucket.gradients.before_accumulation(member)
@@ -172,6 +189,12 @@ class Backward:
     def _take(self, bucket: Bucket, member: Member) -> None:
         bucket.receive(member)
         self._newest = member
+
+    def _take_from_hand(self, bucket: Bucket, member: Member) -> None:
+        grad = member.param.grad
+        if grad is not None and grad.requires_grad:
+            member.param.grad = grad.detach()
+        self._take(bucket, member)
 
     def _check_last_backward(self) -> None:
         if self._end is not None and self._end() is None:  # the engine has dropped it without a call
@@ -286,6 +309,17 @@ def _in_compiled_autograd() -> bool:
     """Whether this backward is being traced, or run as what that gave; nobody need load the tracer for it."""
     tracer = sys.modules.get("torch._dynamo.compiled_autograd")
     return torch.compiler.is_compiling() or getattr(tracer, "in_compiled_autograd_region", False)
+
+
+def _current(backward: "weakref.ref[Backward]", bucket: Bucket, member: Member) -> Callable[[], Tensor]:
+    def current_grad_shard() -> Tensor:
+        alive = backward()
+        if alive is not None:
+            with torch.no_grad():
+                alive.look(bucket, member)
+        return member.param.grad_shard  # type: ignore[attr-defined,no-any-return]
+
+    return current_grad_shard
 
 
 def _before_accumulation(

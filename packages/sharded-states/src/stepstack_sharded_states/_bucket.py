@@ -18,6 +18,9 @@ from stepstack_sharded_states._norms import Norms
 from stepstack_sharded_states._owners import release
 from stepstack_sharded_states._sharded_grad import ShardedGrad
 
+_OURS = ("grad_shard", "current_grad_shard", "__getstate__")
+"""What a parameter has as attributes while an optimizer has it."""
+
 
 @dataclass(eq=False)
 class Member:
@@ -138,7 +141,8 @@ class Member:
         """Let nobody look for this parameter's gradient here any more."""
         shown = getattr(self.param, "grad_shard", None)
         if shown is self.shard_grad or shown is self.missing_grad:
-            del self.param.grad_shard, self.param.__getstate__  # type: ignore[attr-defined]
+            for name in _OURS:
+                delattr(self.param, name)
         if self.gradients.spent or not self.gradients.replaceable:
             self.take_away()
         if self.param.grad is None and self.param.grad_dtype is None:
@@ -174,11 +178,15 @@ class Bucket:
     """In this backward."""
     shown: bool = False
     """Callers see the gradients."""
+    followed: bool = False
+    """In this backward, what callers have made of them."""
 
     def receive(self, member: Member) -> None:
         """Take in a gradient that is new in `member.param.grad`."""
         self.gradients.receive(member)
         member.unreduced = member.used = True
+        if self.gradients.replaceable and not member.reduced:  # it is whole at once
+            member.show(member.shard_grad)
         if self.shown and self.gradients.set_aside:  # the slice holds no mean until the next reduction
             self._hide()
 
@@ -190,7 +198,7 @@ class Bucket:
     def finish(self) -> None:
         """The reduction is over: give the pieces their gradients."""
         self.arrived.clear()
-        self.launched = False
+        self.launched = self.followed = False
         for member in self.members:
             member.unreduced = False
         forgotten = [member for member in self.members if member.used and member.forgotten]
@@ -202,7 +210,7 @@ class Bucket:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients, or set those that are there to zero."""
         self.arrived.clear()
-        self.launched = False
+        self.launched = self.followed = False
         self.gradients.zero(self.members, set_to_none=set_to_none)
         self._show()
 
@@ -236,12 +244,15 @@ class Bucket:
         """Let callers find what is reduced."""
         self.shown = True
         for member in self.members:
-            member.show(member.shard_grad if member.used and not member.unreduced else None)
+            if not (self.gradients.replaceable and member.reduced and member.used):
+                member.show(member.shard_grad if member.used and not member.unreduced else None)
 
     def _hide(self) -> None:
         self.shown = False
         for member in self.members:
             member.show(None)
+            if member.used and not (self.gradients.keeps_views or member.forgotten or member.is_new()):
+                member.display(reduced=False)
 
 
 @dataclass(frozen=True)
@@ -355,6 +366,6 @@ def _attributes(param: "weakref.ref[Parameter]") -> Callable[[], dict[str, Any]]
     """What pickle takes of a parameter beside its values: all but its gradient, which belongs to the optimizer."""
 
     def attributes() -> dict[str, Any]:
-        return {name: value for name, value in vars(param()).items() if name not in ("grad_shard", "__getstate__")}
+        return {name: value for name, value in vars(param()).items() if name not in _OURS}
 
     return attributes

@@ -69,6 +69,8 @@ class Gradients:
     is set aside then, and added to what it brings.
     """
 
+    keeps_views = False
+    """The `.grad`s are views, whatever there is in them."""
     replaceable = False
     """A `.grad` assigned by hand replaces what is here, as it does in torch, rather than being one rank's part."""
 
@@ -99,6 +101,11 @@ class Gradients:
     def under_way(self) -> bool:
         """Launched, and not yet collected."""
         return self._reduction is not None
+
+    @property
+    def is_occupied(self) -> bool:
+        """What comes next moves what is here."""
+        return self._reduced and not self.replaceable
 
     @property
     def state(self) -> tuple[int, int]:
@@ -235,6 +242,8 @@ class Gradients:
 
 class ViewedGradients(Gradients):
     """The `.grad`s are views of the buffer for ever: autograd adds to it itself, and a CUDA graph may capture that."""
+
+    keeps_views = True
 
     def whole(self, shape: torch.Size, stride: tuple[int, ...], start: int) -> Tensor | None:
         return self._buffer.as_strided(shape, stride, start).data  # whose version counts what is written through it
