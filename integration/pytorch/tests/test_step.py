@@ -187,6 +187,95 @@ def test_an_optimizer_without_the_flag_is_waited_for_once():
     assert syncs == ["aten._local_scalar_dense"]
 
 
+class Forwarding(torch.optim.Optimizer):
+    """A trainer's wrapper that asks the optimizer inside for everything."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+def resembling(optimizer):
+    """A trainer's wrapper that is of the optimizer's class, with copies of its attributes."""
+    wrapper = object.__new__(
+        type("Resembling", (type(optimizer),), {"step": lambda self, closure=None: self.inside.step(closure)})
+    )
+    vars(wrapper).update(vars(optimizer))
+    wrapper.inside = optimizer
+    return wrapper
+
+
+@pytest.mark.parametrize("wrap", [Forwarding, resembling, lambda optimizer: Forwarding(resembling(optimizer))])
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@each_optimizer
+def test_a_wrapped_optimizer_is_clipped_and_skipped(make_optimizer, sharded, wrap):
+    params, reference = parameters(), parameters()
+    optimizers = [
+        ShardedOptimizer(several, FusedAdamW, lr=0.1) if sharded else make_optimizer(several)
+        for several in (params, reference)
+    ]
+    wrapped, bare = OptimizerStep(wrap(optimizers[0]), max_norm=1.0), OptimizerStep(optimizers[1], max_norm=1.0)
+    for number, bad in enumerate((False, True, False)):
+        backward(params, None, number, bad)
+        backward(reference, None, number, bad)
+        assert wrapped().skipped == bare().skipped == bad
+        assert all(map(torch.equal, params, reference))
+    assert not {"grad_scale", "found_inf"} & (vars(wrapped.optimizer).keys() | vars(optimizers[0]).keys())
+
+
+def test_a_schedule_may_belong_to_the_optimizer_in_a_wrapper():
+    params = parameters()
+    optimizer = FusedAdamW(params, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = OptimizerStep(Forwarding(optimizer), lr_scheduler=schedule)
+    for number in range(3):
+        backward(params, None, number)
+        step()
+    assert float(optimizer.param_groups[0]["lr"]) == 0.025
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+def test_what_others_have_set_for_the_step_is_refused_and_not_lost(name):
+    params = parameters()
+    optimizer = FusedAdamW(params, lr=0.1)
+    step = OptimizerStep(optimizer)
+    setattr(optimizer, name, torch.ones(()))
+    backward(params, None, 0)
+    with pytest.raises(ValueError, match=f"this process: {name} is set on the optimizer"):
+        step()
+    assert all(map(torch.equal, params, parameters()))
+    delattr(optimizer, name)
+    assert step().skipped == 0
+
+
+def test_two_optimizers_with_one_scaler_step_and_skip_apart():
+    one, other, scaler = parameters(), parameters(), GradScaler("cpu", init_scale=4.0)
+    steps = [OptimizerStep(FusedAdamW(params, lr=0.1), scaler=scaler) for params in (one, other)]
+    backward(one, scaler, 0)
+    assert steps[0]().skipped == 0
+    backward(other, scaler, 0, bad=True)
+    assert steps[1]().skipped == 1
+    assert scaler.get_scale() == 2.0
+    assert not any(map(torch.equal, one, parameters()))
+    assert all(map(torch.equal, other, parameters()))
+
+
+def test_a_step_without_a_backward_changes_no_weight():
+    params = parameters()
+    result = OptimizerStep(FusedAdamW(params, lr=0.1), max_norm=1.0)()
+    assert (result.grad_norm, result.clip_coefficient, result.skipped) == (0, 1, 0)
+    assert all(map(torch.equal, params, parameters()))
+
+
 def test_a_disabled_scaler_is_none():
     params, reference = parameters(), parameters()
     scaler = torch.amp.GradScaler("cpu", enabled=False)

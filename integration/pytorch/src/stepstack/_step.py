@@ -51,7 +51,9 @@ class OptimizerStep:
     Parameters
     - optimizer: any torch optimizer that takes `grad_scale` and `found_inf` (`_step_supports_amp_scaling`, as torch
       calls it): `FusedAdamW`, `torch.optim.AdamW(fused=True)`, `ShardedOptimizer`. For any other, the step divides the
-      gradients itself and waits for the device once, to know whether to call the optimizer at all.
+      gradients itself and waits for the device once, to know whether to call the optimizer at all. Of a trainer's
+      wrapper, the optimizer inside is told, and the wrapper's `step()` called; one with a loss scale of its own scales
+      twice, so give that scaler here and not to the wrapper.
     - max_norm: the gradient is scaled down to this norm if its own is greater. None measures only.
     - scaler: the one that scaled the loss, ours or torch's. Its `unscale_` and `update` are not called by the loop.
       None, or a disabled one: no loss scale; a gradient that is not finite skips the step all the same.
@@ -90,19 +92,30 @@ class OptimizerStep:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"{_here()}: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         self._parts = parts if callable(parts) else _listed(parts)
-        if isinstance(optimizer, ShardedOptimizer) and not self._parts:
-            _check_one_mesh(optimizer)
         self.optimizer = optimizer
+        self._told = _innermost(optimizer)
+        if isinstance(self._told, ShardedOptimizer) and not self._parts:
+            _check_one_mesh(self._told)
         self.max_norm = float("inf") if max_norm is None else max_norm
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         devices = (param.device for group in optimizer.param_groups for param in group["params"])
         self.applied_steps = torch.zeros((), dtype=torch.float32, device=next(devices, None))
         """How many calls have changed the parameters: 0-d fp32 (exact to 2²⁴), on the device."""
-        self._schedule = schedule_of(lr_scheduler, optimizer, self.applied_steps)
+        is_inside = isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is self._told
+        self._schedule = schedule_of(lr_scheduler, self._told if is_inside else optimizer, self.applied_steps)
 
     @torch.no_grad()
     def __call__(self) -> StepResult:
-        """Step. The gradients are used up: `.grad` is None afterwards, in a skipped step too."""
+        """Step. The gradients are used up: `.grad` is None afterwards, in a skipped step too.
+
+        ValueError if somebody else has set `grad_scale` or `found_inf` on the optimizer for this step.
+        """
+        for name in ("grad_scale", "found_inf"):
+            if vars(self._told).get(name) is not None:
+                raise ValueError(
+                    f"{_here()}: {name} is set on the optimizer, and OptimizerStep sets it itself: delete it, and "
+                    "leave clipping, unscaling and skipping to this step"
+                )
         grads = self._grads()
         device = self.applied_steps.device
         norm = total_norm(grads).to(device, non_blocking=device.type != "cpu")  # on the CPU it could be read too early
@@ -132,29 +145,39 @@ class OptimizerStep:
 
     def _grads(self) -> list[Tensor | Part]:
         parts = _listed(self._parts()) if callable(self._parts) else self._parts
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return _shards(self.optimizer, parts)
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if isinstance(self._told, ShardedOptimizer):
+            return _shards(self._told, parts)
+        params = [param for group in self._told.param_groups for param in group["params"]]
         _check_among(params, parts, parts)
         taken = {id(param) for part in parts for param in part.tensors}
         return [*_of_grads(parts), *grads_of(param for param in params if id(param) not in taken)]
 
     def _update(self, grads: list[Tensor | Part], divisor: Tensor, found_inf: Tensor) -> None:
-        optimizer: Any = self.optimizer
+        told: Any = self._told
         if divisor.dtype is torch.float64:  # `grad_scale` is fp32, without the range and the digits of fp64 gradients
             multiply_(grads, divisor.reciprocal())
             divisor = torch.ones_like(found_inf)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-            if isinstance(optimizer, ShardedOptimizer):
-                optimizer.found_inf_is_agreed = True
+        if getattr(told, "_step_supports_amp_scaling", False):
+            told.grad_scale, told.found_inf = divisor, found_inf
+            if isinstance(told, ShardedOptimizer):
+                told.found_inf_is_agreed = True
             try:
-                optimizer.step()
+                self.optimizer.step()
             finally:
-                del optimizer.grad_scale, optimizer.found_inf
+                del told.grad_scale, told.found_inf
         elif not found_inf.item():  # The one wait: an optimizer without the flag can't be told on the device.
             multiply_(grads, divisor.reciprocal())  # by 1 if that has been done
-            optimizer.step()
+            self.optimizer.step()
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps: a trainer's wrapper hands its step to one inside, which has the same groups."""
+    wrapped = [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, Optimizer) and value is not optimizer and value.param_groups is optimizer.param_groups
+    ]
+    return _innermost(wrapped[0]) if wrapped else optimizer
 
 
 def _check_one_mesh(optimizer: ShardedOptimizer) -> None:
