@@ -10,8 +10,13 @@ import torch.distributed.checkpoint as dcp
 from small import load, make, params_of, step
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from stepstack_sharded_states import ShardedOptimizer
+from stepstack_sharded_states import ShardedLoadPlanner, ShardedOptimizer
 from stepstack_testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -258,3 +263,45 @@ def test_names_are_needed_and_each_is_one_parameters():
         unnamed.sharded_state_dict()
     with pytest.raises(ValueError, match="two parameters are named 'w'"):
         twice.sharded_state_dict()
+
+
+def test_a_parameter_without_elements_has_the_states_that_torchs_has(tmp_path):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, param in params_of(w=(9, 20), empty=(0, 4), b=(20,)).items():
+                setattr(self, name, param)
+
+    def plain():
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step(dict(model.named_parameters()), optimizer)
+        return model, optimizer
+
+    def check(rank):
+        model = Model()
+        params = dict(model.named_parameters())
+        optimizer = make(params)
+        dcp.save(optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "fresh")
+        step(params, optimizer, 2)
+        dcp.save({"optimizer": optimizer.sharded_state_dict()}, checkpoint_id=tmp_path / "stepped")
+        before = states_of(optimizer)
+        state_dict = {"optimizer": optimizer.sharded_state_dict()}
+        dcp.load(state_dict, checkpoint_id=tmp_path / "stepped", planner=ShardedLoadPlanner())
+        optimizer.load_sharded_state_dict(state_dict["optimizer"])
+        optimizer.load_full_state_dict(optimizer.full_state_dict())
+        assert equal(states_of(optimizer), before)
+        optimizer.load_full_state_dict(plain()[1].state_dict())
+        load(optimizer, tmp_path / "fresh")
+        assert optimizer.local_state_dict()["state"] == {}
+
+    on_ranks(2, check)
+    saved = FileSystemReader(tmp_path / "fresh").read_metadata().state_dict_metadata
+    assert not [key for key in saved if key.startswith("state.")]
+    model, optimizer = plain()
+    state_dict = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.load(state_dict, checkpoint_id=tmp_path / "stepped")
+    set_optimizer_state_dict(model, optimizer, state_dict["optimizer"], options=options)
+    assert [int(optimizer.state[param]["step"]) for param in model.parameters()] == [2, 2, 2]

@@ -17,7 +17,7 @@ from stepstack_sharded_states._boxes import Box, boxes
 from stepstack_sharded_states._bucket import Bucket
 from stepstack_sharded_states._chunks import Chunks, Holding
 from stepstack_sharded_states._mesh import Ranks, this_rank
-from stepstack_sharded_states._named import MASTER, Named, NumberOfPiece, PieceItself, TensorOfPiece
+from stepstack_sharded_states._named import MASTER, Named, NumberOfPiece, PieceItself, PlaceOfNothing, TensorOfPiece
 from stepstack_sharded_states._options import check_alike, check_kinds, shown, take_over, without_own
 from stepstack_sharded_states._params import Group, names_in
 from stepstack_sharded_states._states import foreseen, scalars_of, set_numbers, tensors_of, unsavable
@@ -82,6 +82,7 @@ class Checkpoint:
                 elif named.piece is not None:
                     entries[f"state.{name}.{state}"] = scalars_of(self.inner, named.piece).get(state, like)
         for group, options in zip(self.groups, self.options, strict=True):
+            entries |= self._of_empty(group)
             values = shown(options)
             for name in names_in(group):
                 entries |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
@@ -89,6 +90,27 @@ class Checkpoint:
             named = self.named[self.unforeseen[0]]
             nothing = TensorOfPiece(named, _ADVICE, named.member.shard.dtype, self._create)
             entries[f"state.{self.unforeseen[0]}.{_ADVICE}"] = self._chunks(named, _ADVICE, nothing)
+        return entries
+
+    def _of_empty(self, group: Group) -> dict[str, Any]:
+        """The states of parameters without elements, which other optimizers have and ask for."""
+        others = (self.named[member.name] for member in group.members if member.param.numel())
+        other = next((named for named in others if named.tensors or named.numbers), None)
+        entries: dict[str, Any] = {}
+        for member in group.members if other is not None else ():
+            if member.param.numel():
+                continue
+            assert other is not None
+            shape, here = tuple(member.param.shape), other.piece is not None
+            for state, place in other.tensors.items():
+                found = [Box((0,) * len(shape), shape, 0, 0)] if here and state != MASTER else []
+                holding = Holding(shape, member.stride, found, PlaceOfNothing(place), self.check)
+                entries[f"state.{member.name}.{state}"] = Chunks(holding, place.dtype)
+            for state, like in other.numbers.items():
+                if isinstance(like, Tensor):
+                    number = PlaceOfNothing(NumberOfPiece(other, state, like.dtype))
+                    holding = Holding((), (), [Box((), (), 0, 1)] if here else [], number, self.check)
+                    entries[f"state.{member.name}.{state}"] = Chunks(holding, like.dtype)
         return entries
 
     def tensor(self, named: Named, state: str) -> Chunks:

@@ -88,7 +88,7 @@ def spread(checkpoint: Checkpoint, state_dict: Mapping[str, Any] | None) -> dict
             has = values.get(key) if named.bucket.ranks.is_first or not from_first else None
             for start, stretch in _stretches(named, has, there.properties.dtype, from_first=from_first):
                 _take(named, entry.holding.place, start, stretch)
-        elif isinstance(entry, Chunks):
+        elif isinstance(entry, Chunks) and key in numbers:
             for _ in entry.holding.boxes:
                 entry.holding.place.target(0, 1).fill_(float(numbers[key]))
         elif isinstance(entry, Tensor) and entry.numel():

@@ -182,3 +182,21 @@ class NumberOfPiece:
             return None
         there: Tensor | None = self._named.inner.state.get(self._named.piece, {}).get(self._state)
         return there
+
+
+class PlaceOfNothing:
+    """A state of a parameter without elements, which nobody owns: where another one's is, with the same number."""
+
+    def __init__(self, other: TensorOfPiece | NumberOfPiece) -> None:
+        self._other = other
+        self.dtype = other.dtype
+
+    @property
+    def exists(self) -> bool:
+        return self._other.exists
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._other.read(start, stop)
+
+    def target(self, start: int, stop: int) -> Tensor:
+        return torch.zeros(stop - start, dtype=self.dtype)
