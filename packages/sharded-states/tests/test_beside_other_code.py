@@ -217,6 +217,7 @@ def test_a_saved_part_of_a_model_loads_and_is_no_larger_than_its_clones():
     assert sizes[0] - sizes[1] < 128  # of an OrderedDict and of a dict
 
 
+@pytest.mark.filterwarnings("ignore:.*overlap_gather is off from here on")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at an input's
 def test_a_compiled_model_gives_the_same():
     def train(rank, compiled):

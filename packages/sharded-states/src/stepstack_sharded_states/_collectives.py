@@ -22,6 +22,11 @@ class Pending:
     def __init__(self, works: Sequence[dist.Work | None] = (), then: Callable[[], None] | None = None) -> None:
         self._works, self._then = works, then
 
+    @property
+    def under_way(self) -> bool:
+        """There is something to wait for."""
+        return bool(self._works) or self._then is not None
+
     def wait(self) -> None:
         """Make what follows (on the device's stream, or here) see the result. A second wait does nothing."""
         (works, then), (self._works, self._then) = (self._works, self._then), ((), None)

@@ -180,8 +180,8 @@ class ShardedOptimizer(SavedStates):
         self._whole = None
         self._distribution.check_ranks()
         self._follow_edits()
-        check_in_place(self._listing.groups)
         self._gather.finish()
+        check_in_place(self._listing.groups)
         self._backward.finish()
         for bucket in self._backward.buckets:
             bucket.before_step()
@@ -218,7 +218,8 @@ class ShardedOptimizer(SavedStates):
         self._backward.check_open()
         self._skipped.say()
         self._listing.follow(self.param_groups)
-        self._backward.zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that have not arrived need not be asked each time
+            self._backward.zero_grad(set_to_none)
 
     @torch.no_grad()
     def grad_shards(self) -> list[Tensor]:
@@ -272,12 +273,15 @@ class ShardedOptimizer(SavedStates):
             self._backward.synchronising = before
 
     def overlap_gather(self, module: nn.Module) -> None:
-        """From now on `step()` only starts gathering, and each module in `module` waits for its own parameters before
-        its forward, so that the rest arrives under it.
+        """From now on `step()` only starts gathering, and whoever reads a parameter, in whatever way, waits for its
+        bucket, so that the rest arrives under the forward of others.
 
-        For a model whose parameters are used by the modules that hold them. Whoever reads one in another way (a weight
-        that a different module uses first, an average of weights) calls `synchronize()` before; `state_dict()` of the
-        module, or of one in it, waits by itself. Groups added later are gathered in `step()`, until the next call.
+        Buckets for which that can't be promised are gathered in `step()`, with a warning that says why: parameters of
+        a class of their own, those with views that something holds, groups added later (until the next call); and all
+        of them once the model is compiled. Modules in `module` wait in front of their forward as well, for kernels
+        that torch does not know; ValueError for a parameter that is in none. What reads a parameter past torch's
+        operations (`torch.func` transforms outside of a module, collectives of the parameter itself, CUDA graphs
+        captured before, addresses kept) calls `synchronize()` before.
         """
         self._gather.under_forward(module, self._backward.buckets)
 
