@@ -11,6 +11,7 @@ from stepstack_testing import on_ranks
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(logging, "lastResort", None)  # it logs what is not installed
+    from pytorch_optimizer import optimizer as public
     from pytorch_optimizer.optimizer import OPTIMIZERS
 
 STEPS = 16
@@ -147,3 +148,32 @@ def test_every_public_optimizer_ends_as_in_a_plain_loop_or_is_refused_by_name(en
                 torch.testing.assert_close(
                     got, expected, rtol=0, atol=2e-6 * way + 1.2e-7, msg=lambda text, name=name: f"{name}: {text}"
                 )
+
+
+ACCEPTED = """
+    AccSGD AdaBelief AdaBound AdaDelta Adam AdaMax AdamC AdamG AdaMod AdamW AdamWSN Adan AdaPNM AdaSmooth AdEMAMix
+    ADOPT AggMo Ano BCOS DiffGrad DualAdam EXAdam FlashAdamW FOCUS FTRL Grams GrokFastAdamW Kate LaProp Lion
+    MADGRAD MSVAG NAdam PAdam PID PNM QHAdam QHM RAdam RMSprop ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD
+    SGD SGDW SignSGD SimplifiedAdEMAMix SPAM SRMM Tiger VSGD Yogi
+"""
+"""By their defaults, of pytorch_optimizer."""
+
+
+def test_public_optimizers_that_are_elementwise_are_accepted(ends):
+    accepted = {name for name, (loop, *_) in ends.items() if loop is not None}
+    assert {name for name in accepted if name.isalnum()} == set(ACCEPTED.split())
+    of_torch = {name for name in ends if name.startswith("torch.")}
+    refused = {f"torch.{name}" for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")}
+    assert of_torch - accepted == refused
+
+
+def test_wrappers_around_other_optimizers_are_refused_by_name():
+    wrappers = [
+        value
+        for name, value in sorted(vars(public).items())
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value not in OPTIMIZERS.values()
+    ]
+    assert len(wrappers) > 3
+    for wrapper in wrappers:
+        ends = train((wrapper, {}, {}), ShardedOptimizer)
+        assert isinstance(ends, str), wrapper
