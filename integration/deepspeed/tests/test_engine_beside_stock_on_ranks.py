@@ -8,6 +8,7 @@ import torch
 from plain import weights
 
 from stepstack_deepspeed import Engine, initialize
+from stepstack_deepspeed._config import read_config
 from stepstack_deepspeed._elsewhere import ENGINE
 from stepstack_deepspeed._schedules import ScheduledRates, of_config
 from stepstack_deepspeed._section import Section
@@ -142,6 +143,17 @@ def test_a_schedule_says_the_rates_that_deepspeeds_says(name, params):
             schedule._applied_steps += 1
             schedule.move()
         stocks.step()
+
+
+def test_what_deepspeeds_reader_takes_beside_comments_is_taken_with_its_package(tmp_path):
+    hjson = pytest.importorskip("hjson")
+    path = tmp_path / "config.json"
+    path.write_text(hjson.dumps({"train_batch_size": 4, "gradient_clipping": 1.0, "communication_data_type": "fp32"}))
+    assert '"' not in path.read_text()
+    assert read_config(path, 1).batch.train == 4
+    path.write_text("{train_batch_size: 4\n fp16: {enabled: true\n enabled: false}}")
+    with pytest.raises(ValueError, match="a key twice in one object: enabled"):
+        read_config(path, 1)
 
 
 def test_each_public_name_of_deepspeeds_engine_is_here_or_says_what_to_write():

@@ -71,6 +71,7 @@ def test_the_optimizer_tells_of_the_loss_scale():
     engine, optimizer, *_ = initialize(config(fp16=FP16))
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.loss_scaler.cur_scale) == (256, 256, 256)
     assert (optimizer.dynamic_loss_scale, optimizer.loss_scaler.scale_window) == (True, 2)
+    assert (optimizer.loss_scale_config.dynamic_loss_scale, optimizer.loss_scale_config.cur_iter) == (True, 0)
     assert optimizer.optimizer is optimizer
     assert not optimizer.overflow
     engine.backward(engine(*batch(0, 0)) * float("inf"))

@@ -169,8 +169,9 @@ def test_a_folder_has_a_name(tmp_path, monkeypatch):
         (engine.load_checkpoint, "load_dir"),
         (engine.save_16bit_model, "save_dir"),
     ):
-        with pytest.raises(ValueError, match=f"{argument} is empty"):
-            call("")
+        for nothing in ("", None):
+            with pytest.raises(ValueError, match=f"{argument} is {nothing!r}: it must be the path of a folder"):
+                call(nothing)
     assert list(tmp_path.iterdir()) == []
 
 

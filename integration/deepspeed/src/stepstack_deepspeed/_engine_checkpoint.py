@@ -94,8 +94,8 @@ def load(
 
 def checked_folder(folder: str | PathLike[str], argument: str) -> Path:
     """ValueError for one without a name, which would be the current folder."""
-    if not os.fspath(folder):
-        raise ValueError(f"{argument} is empty: it must be the path of a folder ('.' is the current one)")
+    if not folder:
+        raise ValueError(f"{argument} is {folder!r}: it must be the path of a folder ('.' is the current one)")
     return Path(folder)
 
 

@@ -71,7 +71,8 @@ def initialize(
             "call its to_empty() and load a state dict"
         )
     device = join(required=dist_init_required)
-    read = read_config(_only_one(config, config_params, getattr(args, "deepspeed_config", None)), ranks())
+    of_args = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
+    read = read_config(_only_one(config, config_params, *of_args), ranks())
     check_alike("the config", read.numbers())
     convert_(model, read.precision.dtype)
     inner, groups, given = _optimizer_and_groups(read, model, optimizer, model_parameters)
@@ -125,7 +126,10 @@ def _optimizer_and_groups(
     """What is to step, and which parameters; also the caller's optimizer, if there is one."""
     if optimizer is None:
         if config.optimizer is None:
-            raise ValueError('there is no optimizer: give one, or say "optimizer": {"type": "AdamW"} in the config')
+            raise ValueError(
+                'there is no optimizer: give one, or say "optimizer": {"type": "AdamW"} in the config. A model that is '
+                "not trained needs no engine; torch's fully_shard spreads its parameters"
+            )
         return config.optimizer, groups_of(model, params), None
     trained = [param for param in model.parameters() if param.requires_grad] if params is None else list(params)
     given = _optimizers.of_caller(optimizer, trained)

@@ -15,7 +15,8 @@ _LAST_COMMA = re.compile(rf"({_TEXT})|,(?=\s*[}}\]])")
 def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """The dict itself, or the object in the JSON file of this path.
 
-    Comments (`#`, `//`, `/* */`) and a comma after a last value are let pass, as DeepSpeed lets them. TypeError,
+    Comments (`#`, `//`, `/* */`) and a comma after a last value are let pass, as DeepSpeed lets them, and where the
+    package hjson is installed, by which DeepSpeed reads, so is the rest of what that knows. TypeError,
     FileNotFoundError or ValueError for what is no config, and for a key that is in one object twice.
     """
     if isinstance(config, Mapping):
@@ -26,14 +27,29 @@ def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     if not path.is_file():
         raise FileNotFoundError(f"config must be a dict or the path of a JSON file; there is no file {str(path)!r}")
     try:
-        values = json.loads(_bare(path.read_text(encoding="utf-8")), object_pairs_hook=_without_duplicates)
+        values = _parsed(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} is not JSON: {error} (comments are fine; keys and text need double quotes)"
+            f"{path} is not JSON: {error} (comments are fine; keys and text need double quotes, unless the package "
+            "hjson is installed)"
         ) from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object with keys and values, not {values!r}")
     return values
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(_bare(text), object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        except ImportError:
+            raise error from None
+        try:
+            return hjson.loads(text, object_pairs_hook=_without_duplicates)
+        except hjson.HjsonDecodeError:
+            raise error from None
 
 
 def _bare(text: str) -> str:

@@ -30,7 +30,9 @@ def name_as_deepspeed_(engine: "Engine", given: Optimizer | None) -> None:
 
         @property
         def loss_scaler(self) -> "LossScaler":
-            return LossScaler(scaler)
+            return LossScaler(scaler, of_engine)
+
+        loss_scale_config = loss_scaler
 
         @property
         def dynamic_loss_scale(self) -> bool:
@@ -66,8 +68,14 @@ def name_as_deepspeed_(engine: "Engine", given: Optimizer | None) -> None:
 class LossScaler:
     """The loss scale in use and its rule, under DeepSpeed's names. Reading a number waits."""
 
-    def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler = scaler
+    def __init__(self, scaler: GradScaler | None, engine: "weakref.ref[Engine]") -> None:
+        self._scaler, self._engine = scaler, engine
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps of the optimizer, skipped ones included."""
+        engine = self._engine()
+        return 0 if engine is None else engine.global_steps
 
     @property
     def cur_scale(self) -> float:
@@ -80,6 +88,8 @@ class LossScaler:
     def dynamic(self) -> bool:
         """Whether it ever changes by itself."""
         return self._scaler is not None and self._scaler.min_scale != self._scaler.max_scale
+
+    dynamic_loss_scale = dynamic
 
     @property
     def scale_window(self) -> int | None:
