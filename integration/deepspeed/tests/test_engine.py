@@ -284,6 +284,12 @@ def test_a_scheduler_of_the_callers_optimizer_goes_on_with_the_engines():
     assert rates == [1, 0.5, 0.25]
 
 
+def spread_by_deepspeed():
+    model = net()
+    model.first.weight.ds_id = 0
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -294,6 +300,7 @@ def test_a_scheduler_of_the_callers_optimizer_goes_on_with_the_engines():
         ({"model": Net().requires_grad_(False)}, ValueError, "nothing to train: no parameter of the model requires"),
         ({"model_parameters": [{"lr": 1}]}, TypeError, "a parameter group must be a dict with 'params'"),
         ({"model": Net().to("meta")}, ValueError, "'first.weight' of the model is on the meta device, without values"),
+        ({"model": spread_by_deepspeed()}, ValueError, "'first.weight' of the model has been spread .* zero.Init"),
         ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
         ({"mpu": object()}, ValueError, "mpu is given: all ranks hold the same model"),
         ({"lr_scheduler": 3}, TypeError, "lr_scheduler must be a scheduler of torch"),

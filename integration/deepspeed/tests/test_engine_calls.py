@@ -147,6 +147,15 @@ def test_the_callers_scheduler_is_given_back_and_moved_by_the_engine_alone():
         scheduler.step()
 
 
+def test_what_the_engine_steps_can_not_be_replaced_without_a_word():
+    engine = initialize()[0]
+    for name in ("module", "optimizer", "lr_scheduler"):
+        with pytest.raises(AttributeError, match=f"engine.{name} can't be replaced.*: give it to initialize"):
+            setattr(engine, name, getattr(engine, name))
+    engine.global_steps = 7
+    engine.anything = 3
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("own", [True, False])
 def test_weights_that_are_loaded_are_trained_from(dtype, own):

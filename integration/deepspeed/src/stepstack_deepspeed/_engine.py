@@ -84,6 +84,7 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
         self._backwards = 0
         self._steps_counted = 0  # since the last one of the optimizer
         self._no_sync = False
+        self._is_made = True
         keep_masters_up_(module, optimizer)
         remember_(module, optimizer)
 
@@ -230,6 +231,12 @@ class Engine(ConfigCalls, SavedCalls, nn.Module):
         """
         self.zero_grad()
         reshard_(self.module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("module", "optimizer", "lr_scheduler") and "_is_made" in vars(self):
+            raise AttributeError(f"engine.{name} can't be replaced, the engine would go on with the one that it has: "
+                                 "give it to initialize")  # fmt: skip
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -70,6 +70,12 @@ def initialize(
             f"{without_values[0]!r} of the model is on the meta device, without values: make the model on the CPU, or "
             "call its to_empty() and load a state dict"
         )
+    spread = [name for name, param in model.named_parameters() if hasattr(param, "ds_id")]
+    if spread:
+        raise ValueError(
+            f"{spread[0]!r} of the model has been spread over the ranks by DeepSpeed's zero.Init (transformers does so "
+            "under an HfDeepSpeedConfig of stage 3): make the model without it, on the CPU"
+        )
     device = join(required=dist_init_required)
     of_args = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
     read = read_config(_only_one(config, config_params, *of_args), ranks())

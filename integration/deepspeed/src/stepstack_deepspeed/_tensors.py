@@ -43,7 +43,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     place = _place_to_set(param, value)
     master = place.master()
     if master is not None and master.numel() and master.dtype != torch.float32:
-        raise RuntimeError("the fp32 weights are made in the first step: set the module's weights before initialize")
+        raise RuntimeError(
+            "the fp32 weights are made in the first step: call engine.module.load_state_dict(), or set it after that"
+        )
     place.set(master, value)
     with torch.no_grad():
         if not isinstance(param, DTensor):
