@@ -89,6 +89,20 @@ def test_what_the_optimizer_steps_is_seen_and_set_whole(outcomes, case):
     assert not torch.equal(seen["last"], seen["again"][0])
 
 
+def test_masters_that_are_not_made_yet_are_not_set_on_any_rank():
+    def on_rank(rank):
+        each = engine_of(dtype="bf16")
+        bias = each.module.first.bias
+        assert bias.numel() <= 64  # a piece of one rank
+        with pytest.raises(RuntimeError, match="the fp32 weights are made in the first step"):
+            ours.safe_set_full_fp32_param(bias, torch.ones(29))
+        train(each, rank)
+        ours.safe_set_full_fp32_param(bias, torch.ones(29))
+        return torch.equal(ours.safe_get_full_fp32_param(bias), torch.ones(29))
+
+    assert on_ranks(RANKS, on_rank) == [True] * RANKS
+
+
 def test_a_stranger_or_another_shape_is_refused():
     each = ours.initialize(model=net(), config=config(), dist_init_required=False)[0]
     with pytest.raises(ValueError, match=r"a parameter of shape \(2,\) is of no engine"):

@@ -201,6 +201,7 @@ PACKAGE = {
     "runtime": "initialize, with a config",
     "safe_get_local_fp32_param": "param.to_local(), in stage 3",
     "safe_get_local_grad": "param.grad.to_local(), in stage 3",
+    "safe_update_full_grad_vectorized": "stepstack_deepspeed.safe_set_full_grad, for each parameter",
     "utils": "safe_get_full_fp32_param and its like are in stepstack_deepspeed itself",
     "zero": "zero.Init: nothing, a model is made on the CPU and sharded by initialize. zero.GatheredParameters: "
     "param.full_tensor() in stage 3 to read, stepstack_deepspeed.safe_set_full_fp32_param to write",

@@ -42,7 +42,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _place_to_set(param, value)
     master = place.master()
-    if master is not None and master.numel() and master.dtype != torch.float32:
+    if any(count and dtype != torch.float32 for count, _, dtype in place.pieces(master)[1]):  # on all ranks, or none
         raise RuntimeError(
             "the fp32 weights are made in the first step: call engine.module.load_state_dict(), or set it after that"
         )
@@ -109,7 +109,7 @@ class _Place:
                 return found
             whole: Tensor = found.to(found.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             return whole.clone()
-        mine, counts = self._pieces(found)
+        mine, counts = self.pieces(found)
         if all(count is None for count, _, _ in counts):
             return None
         if (number := next((number for _, number, _ in counts if number is not None), None)) is not None:
@@ -132,7 +132,7 @@ class _Place:
             )
             found.copy_(there)
             return
-        mine, counts = self._pieces(found)
+        mine, counts = self.pieces(found)
         if all(count is None for count, _, _ in counts):
             raise RuntimeError(f"{self.name!r} has none yet to be set: a gradient is there after backward, "
                                "a state after the first step")  # fmt: skip
@@ -143,7 +143,7 @@ class _Place:
         start = self._start(counts)
         mine.copy_(flat[start : start + mine.numel()])
 
-    def _pieces(self, found: Tensor | None) -> tuple[Tensor | None, list[tuple[Any, Any, Any]]]:
+    def pieces(self, found: Tensor | None) -> tuple[Tensor | None, list[tuple[Any, Any, Any]]]:
         """This rank's, and of each rank how many elements, or which number, of which dtype."""
         mine = found.to_local() if isinstance(found, DTensor) else found
         said: tuple[Any, Any, Any] = (None, None, None)
