@@ -232,6 +232,89 @@ def test_a_wrapped_optimizer_is_clipped_and_skipped(make_optimizer, sharded, wra
     assert not {"grad_scale", "found_inf"} & (vars(wrapped.optimizer).keys() | vars(optimizers[0]).keys())
 
 
+@pytest.mark.parametrize("wrap", [Forwarding, resembling])
+def test_a_wrapper_made_before_a_load_is_still_one(wrap):
+    params, reference = parameters(), parameters()
+    optimizers = [torch.optim.AdamW(several, lr=0.1, fused=True) for several in (params, reference)]
+    wrapper = wrap(optimizers[0])
+    for optimizer in optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())  # which gives it other groups
+    wrapped, bare = OptimizerStep(wrapper, max_norm=1.0), OptimizerStep(optimizers[1], max_norm=1.0)
+    backward(params, None, 0)
+    backward(reference, None, 0)
+    wrapped()
+    bare()
+    assert all(map(torch.equal, params, reference))
+
+
+def test_a_schedule_reaches_the_optimizer_that_steps_though_its_wrapper_has_old_groups():
+    optimizer = torch.optim.AdamW(parameters(), lr=0.1, fused=True)
+    wrapper = resembling(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    OptimizerStep(wrapper, lr_scheduler=lambda steps: steps * 0 + 0.5)()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    schedule = torch.optim.lr_scheduler.StepLR(wrapper, 1)
+    with pytest.raises(ValueError, match="make the scheduler for the one inside"):
+        OptimizerStep(wrapper, lr_scheduler=schedule)
+
+
+def test_a_closure_is_refused_and_changes_nothing():
+    params = parameters()
+    step = OptimizerStep(torch.optim.SGD(params, lr=0.1))
+    backward(params, None, 0)
+    with pytest.raises(TypeError, match="this process: OptimizerStep takes no closure"):
+        step(lambda: None)
+    assert all(map(torch.equal, params, parameters()))
+    assert all(param.grad is not None for param in params)
+
+
+def test_an_optimizer_that_can_not_step_without_a_closure_is_refused():
+    with pytest.raises(TypeError, match=r"LBFGS.step needs closure"):
+        OptimizerStep(torch.optim.LBFGS(parameters()))
+
+
+@pytest.mark.parametrize("make_optimizer", [OPTIMIZERS["torch's AdamW"], lambda params: torch.optim.SGD(params)])
+@pytest.mark.parametrize("place", ["decoupled_grad", "grad_shard"])
+def test_a_gradient_that_torchs_optimizers_do_not_read_is_refused(make_optimizer, place):
+    params = parameters()
+    step = OptimizerStep(make_optimizer(params))
+    backward(params, None, 0)
+    setattr(params[1], place, params[1].grad)
+    params[1].grad = None
+    with pytest.raises(ValueError, match=rf"parameter 1 of the optimizer, of shape \(7,\), has its.*`{place}`"):
+        step()
+    assert all(map(torch.equal, params, parameters()))
+
+
+def test_grad_goes_before_decoupled_grad_with_torchs_optimizers_too():
+    params, reference = parameters(), parameters()
+    steps = [OptimizerStep(torch.optim.AdamW(several), max_norm=1.0) for several in (params, reference)]
+    for several in (params, reference):
+        backward(several, None, 0)
+    params[1].decoupled_grad = torch.full((7,), torch.inf)
+    norm, expected = (step().grad_norm for step in steps)
+    assert torch.equal(norm, expected)
+    assert all(map(torch.equal, params, reference))
+
+
+def test_an_optimizer_that_reads_decoupled_grad_itself_is_trusted():
+    class Reading(torch.optim.SGD):
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad, param.decoupled_grad = param.decoupled_grad, None
+            super().step()
+
+    params, reference = parameters(), parameters()
+    read, bare = OptimizerStep(Reading(params, lr=0.1)), OptimizerStep(torch.optim.SGD(reference, lr=0.1))
+    for several in (params, reference):
+        backward(several, None, 0)
+    for param in params:
+        param.decoupled_grad, param.grad = param.grad, None
+    assert torch.equal(read().grad_norm, bare().grad_norm)
+    assert all(map(torch.equal, params, reference))
+
+
 def test_a_schedule_may_belong_to_the_optimizer_in_a_wrapper():
     params = parameters()
     optimizer = FusedAdamW(params, lr=0.1)

@@ -1,5 +1,6 @@
 """`OptimizerStep`: everything between a backward and the next forward, in one call."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ class OptimizerStep:
 
     Raises ValueError for a max_norm that is negative or NaN, for DTensors or a `ShardedOptimizer` with parameters in
     several meshes, if nothing says what the ranks outside of one of them hold, and for a Part of what is no parameter
-    of the optimizer; TypeError for what is not a scaler, a schedule or a Part.
+    of the optimizer; TypeError for what is not a scaler, a schedule or a Part, and for an optimizer whose `step` can't
+    be called without a closure.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class OptimizerStep:
             raise ValueError(f"{_here()}: max_norm must be 0 or more, or None for no clipping; got {max_norm}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"{_here()}: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        _check_needs_no_closure(optimizer)
         self._parts = parts if callable(parts) else _listed(parts)
         self.optimizer = optimizer
         self._told = _innermost(optimizer)
@@ -101,15 +104,23 @@ class OptimizerStep:
         devices = (param.device for group in optimizer.param_groups for param in group["params"])
         self.applied_steps = torch.zeros((), dtype=torch.float32, device=next(devices, None))
         """How many calls have changed the parameters: 0-d fp32 (exact to 2²⁴), on the device."""
-        is_inside = isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is self._told
-        self._schedule = schedule_of(lr_scheduler, self._told if is_inside else optimizer, self.applied_steps)
+        is_of_wrapper = isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is optimizer
+        if is_of_wrapper:
+            _check_same_groups(optimizer, self._told)
+        self._schedule = schedule_of(lr_scheduler, optimizer if is_of_wrapper else self._told, self.applied_steps)
 
     @torch.no_grad()
-    def __call__(self) -> StepResult:
+    def __call__(self, closure: None = None) -> StepResult:
         """Step. The gradients are used up: `.grad` is None afterwards, in a skipped step too.
 
-        ValueError if somebody else has set `grad_scale` or `found_inf` on the optimizer for this step.
+        ValueError if somebody else has set `grad_scale` or `found_inf` on the optimizer for this step, or if the
+        gradient of a parameter is where the optimizer does not look; TypeError for a closure.
         """
+        if closure is not None:
+            raise TypeError(
+                f"{_here()}: OptimizerStep takes no closure, since it measures gradients before the optimizer is "
+                "called: call the closure first (zero_grad, forward, backward), then the step without it"
+            )
         for name in ("grad_scale", "found_inf"):
             if vars(self._told).get(name) is not None:
                 raise ValueError(
@@ -148,6 +159,8 @@ class OptimizerStep:
         if isinstance(self._told, ShardedOptimizer):
             return _shards(self._told, parts)
         params = [param for group in self._told.param_groups for param in group["params"]]
+        if _reads_grad_alone(self._told):
+            _check_in_grad(params)
         _check_among(params, parts, parts)
         taken = {id(param) for part in parts for param in part.tensors}
         return [*_of_grads(parts), *grads_of(param for param in params if id(param) not in taken)]
@@ -171,13 +184,56 @@ class OptimizerStep:
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps: a trainer's wrapper hands its step to one inside, which has the same groups."""
+    """The optimizer that steps: a trainer's wrapper hands its step to one inside, which has the same parameters."""
     wrapped = [
         value
         for value in vars(optimizer).values()
-        if isinstance(value, Optimizer) and value is not optimizer and value.param_groups is optimizer.param_groups
+        if isinstance(value, Optimizer) and value is not optimizer and _ids(value) == _ids(optimizer)
     ]
     return _innermost(wrapped[0]) if wrapped else optimizer
+
+
+def _ids(optimizer: Optimizer) -> list[int]:
+    # Not `param_groups` itself, of which a wrapper may have a copy, and which a load puts others into the place of.
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_same_groups(wrapper: Optimizer, told: Optimizer) -> None:
+    if any(ours is not theirs for ours, theirs in zip(wrapper.param_groups, told.param_groups, strict=True)):
+        raise ValueError(
+            f"{_here()}: lr_scheduler writes learning rates into the groups of a {type(wrapper).__name__} that are not "
+            f"those of the {type(told).__name__} inside, as after a load: make the scheduler for the one inside"
+        )
+
+
+def _check_needs_no_closure(optimizer: Optimizer) -> None:
+    # Of the class, since a schedule puts a function in the place of the bound method.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in several]:
+        raise TypeError(
+            f"{_here()}: {type(optimizer).__name__}.step needs {', '.join(needed)}, and OptimizerStep calls it without "
+            "any: an optimizer that evaluates the loss again, as LBFGS does, is stepped by a loop of its own"
+        )
+
+
+def _reads_grad_alone(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's own."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def _check_in_grad(params: list[Tensor]) -> None:
+    """ValueError for a gradient that the norm would count and one of torch's optimizers would not find."""
+    for number, param in enumerate(params):
+        if not vars(param):  # the common case, quickly
+            continue
+        for place in ("grad_shard",) if param.grad is not None else ("grad_shard", "decoupled_grad"):
+            if getattr(param, place, None) is not None:
+                raise ValueError(
+                    f"{_here()}: parameter {number} of the optimizer, of shape {tuple(param.shape)}, has its gradient "
+                    f"in `{place}`, and torch's optimizers read `grad` alone: put it there, or take FusedAdamW (for "
+                    "decoupled_grad) or the ShardedOptimizer that has put it into grad_shard"
+                )
 
 
 def _check_one_mesh(optimizer: ShardedOptimizer) -> None:
