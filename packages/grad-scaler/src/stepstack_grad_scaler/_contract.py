@@ -17,6 +17,19 @@ from stepstack_grad_scaler._devices import moved
 from stepstack_grad_scaler._gradients import local_gradients, multiply_and_check_
 
 
+def layers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and, if it is a trainer's wrapper, those inside. The last one steps, of the same parameters.
+
+    A wrapper may have copies of its attributes, the flag among them, and what is set on it is read by nobody.
+    """
+    wrapped = [
+        value
+        for value in vars(optimizer).values()
+        if isinstance(value, Optimizer) and value is not optimizer and _ids(value) == _ids(optimizer)
+    ]
+    return [optimizer, *(layers(wrapped[0]) if wrapped else ())]
+
+
 def has_flag(optimizer: Optimizer) -> bool:
     """Whether the optimizer keeps the contract itself."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -27,31 +40,47 @@ def step_by_contract(
 ) -> float | None:
     """`optimizer.step(*args, **kwargs)` under the contract, also for an optimizer that does not keep it itself.
 
+    Of a wrapper, the optimizer inside is told, and the wrapper's step called.
     None means 1 for `grad_scale` and 0 for `found_inf`. An optimizer without the flag that must not step is not
     called, which takes one wait for the device; the result is None then.
     """
     step: Callable[..., float | None] = optimizer.step
+    told: Any = layers(optimizer)[-1]
     if grad_scale is None and found_inf is None:
         return step(*args, **kwargs)
-    if has_flag(optimizer):
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros_like(grad_scale) if found_inf is None else found_inf  # type: ignore
+    if has_flag(told):
+        told.grad_scale = grad_scale
+        told.found_inf = torch.zeros_like(grad_scale) if found_inf is None else found_inf  # type: ignore[arg-type]
         try:
             return step(*args, **kwargs)
         finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            vars(told).pop("grad_scale", None)
+            vars(told).pop("found_inf", None)
     if grad_scale is not None:
-        multiply_and_check_(local_gradients(optimizer), reciprocal(grad_scale))
+        multiply_and_check_(local_gradients(told), reciprocal(grad_scale))
     if found_inf is not None and found_inf.item():  # the wait: whether to call it is decided here
         return None
     return step(*args, **kwargs)
 
 
 def take_contract(optimizer: Optimizer, device: torch.device | None) -> tuple[Tensor | None, Tensor | None]:
-    """The `grad_scale` and `found_inf` that somebody set for the next step. They are gone from the optimizer then."""
-    given = [optimizer.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
-    grad_scale, found_inf = (None if value is None else scalar(value, device) for value in given)
-    return grad_scale, found_inf
+    """The `grad_scale` and `found_inf` that somebody set for the next step. They are gone from the optimizer then.
+
+    Of a wrapper they may be on the optimizer inside; ValueError if both have one, and another.
+    """
+    found: dict[str, Tensor | None] = {}
+    for name in ("grad_scale", "found_inf"):
+        given = {id(value): value for one in layers(optimizer) if (value := vars(one).get(name)) is not None}
+        if len(given) > 1:
+            raise ValueError(
+                f"{name} is set on a {type(optimizer).__name__} and, to something else, on the optimizer inside it: "
+                "which one counts? Set it on one of them"
+            )
+        found[name] = scalar(next(iter(given.values())), device) if given else None
+    for one in layers(optimizer):
+        for name in found:
+            vars(one).pop(name, None)
+    return found["grad_scale"], found["found_inf"]
 
 
 def cannot_divide(grad_scale: Tensor) -> Tensor:
@@ -80,3 +109,8 @@ def reciprocal(scale: Tensor) -> Tensor:
     """1 / scale, rounded once."""
     # As torch does it: fp32 division is not exact under every compiler. Apple's GPUs have no fp64.
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+def _ids(optimizer: Optimizer) -> list[int]:
+    # Not `param_groups` itself, of which a wrapper may have a copy, and which a load puts others into the place of.
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]

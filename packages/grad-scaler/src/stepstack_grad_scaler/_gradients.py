@@ -19,7 +19,8 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool = True) -> LocalGr
     """What this rank holds of each gradient, by device; the tensors of one list have one dtype.
 
     DTensors give their local tensor, complex gradients their real view, sparse ones their values; sparse fp16 ones are
-    coalesced first, since adding up duplicates may overflow. Raises ValueError for an fp16 gradient unless allowed.
+    coalesced first, since adding up duplicates may overflow. Raises ValueError for an fp16 gradient unless allowed,
+    and for one that the optimizer does not look for.
     """
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for number, parameter in enumerate(parameters_of(optimizer)):
@@ -28,6 +29,11 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool = True) -> LocalGr
         gradient = getattr(parameter, place, None)
         if gradient is None:
             continue
+        if place == "decoupled_grad" and type(optimizer).step.__module__.startswith("torch.optim."):
+            raise ValueError(
+                f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, has its gradient in "
+                f"`decoupled_grad`, and {type(optimizer).__name__} reads `grad` alone: the step would leave it out"
+            )
         if gradient.dtype == torch.float16 and not allow_fp16:
             raise ValueError(
                 f"Attempting to unscale FP16 gradients: parameter {number} of the optimizer, of shape "

@@ -15,6 +15,7 @@ from stepstack_grad_scaler._contract import (
     any_set,
     cannot_divide,
     has_flag,
+    layers,
     reciprocal,
     scalar,
     step_by_contract,
@@ -91,6 +92,10 @@ class GradScaler(RememberingScaler):
         self.at_min_scale = at_min_scale
         self.groups = check_groups(groups)
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of the optimizer by the scale, as torch's does. A wrapper is as the one inside it."""
+        super().unscale_(layers(optimizer)[-1])
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`optimizer.step(*args, **kwargs)` on unscaled gradients, which changes nothing if one is not finite.
 
@@ -99,24 +104,30 @@ class GradScaler(RememberingScaler):
         does a `grad_scale` that is 0 or not finite; on which ranks does not matter. Both are gone after the step. If no
         parameter has a gradient on any rank, nothing happens.
 
-        What an optimizer with `_step_supports_amp_scaling` writes into its `found_inf` is what `update` sees.
+        What an optimizer with `_step_supports_amp_scaling` writes into its `found_inf` is what `update` sees. Of a
+        trainer's wrapper, the optimizer inside is told, and the wrapper's `step` called; RuntimeError if that asks a
+        scaler for the step of the one inside, which would divide twice: give the wrapper no scaler, or step it alone.
         """
         if not self._enabled:
             return step_by_contract(optimizer, *take_contract(optimizer, None), args, kwargs)
-        if has_flag(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        told = layers(optimizer)[-1]
+        if told is optimizer and has_flag(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return super().step(optimizer, *args, **kwargs)  # it wants the scaler itself: torch knows how
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._per_optimizer_states[id(told)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
 
         grad_scale, found_inf = self._decided(optimizer)
         # Where the optimizer may write, and `update` reads.
         state["found_inf_per_device"] = {found_inf.device: found_inf}
-        result = step_by_contract(optimizer, grad_scale, found_inf, args, kwargs)
-        state["stage"] = OptState.STEPPED
-        return result
+        before, state["stage"] = state["stage"], OptState.STEPPED  # for whoever asks again within the step
+        try:
+            return step_by_contract(optimizer, grad_scale, found_inf, args, kwargs)
+        except BaseException:
+            state["stage"] = before
+            raise
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | bool | None = None) -> None:
@@ -159,9 +170,10 @@ class GradScaler(RememberingScaler):
 
     def _decided(self, optimizer: Optimizer) -> tuple[Tensor | None, Tensor]:
         """`grad_scale` and `found_inf` of the step. The gradients are unscaled then, unless the optimizer does that."""
+        grad_scale, found_inf = take_contract(optimizer, self.scale_tensor.device)
+        optimizer = layers(optimizer)[-1]
         state, scale, fused = self._per_optimizer_states[id(optimizer)], self.scale_tensor, has_flag(optimizer)
         ready = state["stage"] is OptState.READY
-        grad_scale, found_inf = take_contract(optimizer, scale.device)
         flags = [] if found_inf is None else [found_inf]
         if grad_scale is not None:
             grad_scale = scale * grad_scale if ready and fused else grad_scale
