@@ -12,8 +12,9 @@ class FusedAdam(FusedAdamW):
     """`FusedAdamW` with the arguments of Apex's FusedAdam, in their order: the third is `bias_correction`.
 
     `adam_w_mode=False` adds the decay to the gradient (L2), as `torch.optim.Adam` does; the default decays weights as
-    AdamW does. `weight_decay` is 0 by default. `master_weights=True` is "fp32". `set_grad_none` is what `zero_grad()`
-    does without an argument. `capturable` changes nothing: the step always is.
+    AdamW does; it wins over a state dict, with a warning where that says otherwise. `weight_decay` is 0 by default.
+    `master_weights=True` is "fp32". `set_grad_none` is what `zero_grad()` does without an argument. `capturable`
+    changes nothing: the step always is.
     """
 
     elementwise = True

@@ -28,6 +28,16 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], li
     return stepped, here, grads
 
 
+def zero_decoupled(params: list[Tensor], set_to_none: bool) -> None:
+    """What `zero_grad` does, of each `decoupled_grad`."""
+    for param in params:
+        if (grad := getattr(param, "decoupled_grad", None)) is not None:
+            if set_to_none:
+                param.decoupled_grad = None  # type: ignore[attr-defined]
+            else:
+                grad.zero_()
+
+
 def turns(params: list[Tensor]) -> list[list[Tensor]]:
     """The parameters, each once; then those that are there again. A group that names one twice steps it twice."""
     if len(set(map(id, params))) == len(params):

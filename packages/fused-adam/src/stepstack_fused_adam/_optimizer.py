@@ -1,7 +1,6 @@
 """AdamW as a torch optimizer."""
 
 from collections.abc import Callable, Collection
-from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -9,27 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 
 from stepstack_fused_adam._backends import check_backend
-from stepstack_fused_adam._border import (
-    check_cast,
-    check_complete,
-    check_grad,
-    check_not_nan,
-    check_numbers,
-    check_param,
-    check_states,
-    name_of,
+from stepstack_fused_adam._border import check_grad, check_not_nan, check_numbers, check_param, name_of
+from stepstack_fused_adam._checkpoint import (
+    checked,
+    copy_in,
+    of_no_param,
+    take_over,
+    warn_of_another_decay,
+    written,
 )
-from stepstack_fused_adam._checkpoint import checked, copied_out, copy_in, saved, take_over
-from stepstack_fused_adam._counts import Cohort, Counts, as_count
-from stepstack_fused_adam._gradients import turns, with_gradients
+from stepstack_fused_adam._counts import Cohort, Counts
+from stepstack_fused_adam._gradients import turns, with_gradients, zero_decoupled
 from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
 from stepstack_fused_adam._numbers import Coded, numbers
 from stepstack_fused_adam._plan import Plan
 from stepstack_fused_adam._plans import Plans
-from stepstack_fused_adam._run import Run, local, run_of
-from stepstack_fused_adam._state import Precision, State, create, refresh, states_here
+from stepstack_fused_adam._run import Run, local
+from stepstack_fused_adam._state import Precision, State, create, member_of, refresh
 from stepstack_fused_adam._warm_up import compile_ahead
 
 
@@ -106,7 +104,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._backend = backend
         self._plans = Plans()
         self._counts = Counts()
-        super().__init__(
+        super(torch.optim.AdamW, self).__init__(  # Adam's, where a group may say how it decays
             params,
             lr,
             betas,
@@ -117,18 +115,20 @@ class FusedAdamW(torch.optim.AdamW):
             foreach=foreach,
             capturable=capturable,
             fused=fused,
+            decoupled_weight_decay=self._decoupled,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. TypeError or ValueError, by name, for parameters and numbers that the constructor refuses."""
-        param_group.setdefault("bias_correction", self._bias_correction)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["decoupled_weight_decay"] = self._decoupled
+        group.setdefault("bias_correction", self._bias_correction)
         try:
             check_numbers(group, f"group {len(self.param_groups) - 1}")
             for place, param in enumerate(group["params"]):
-                check_param(local(param.detach()), name_of(len(self.param_groups) - 1, group, place))
+                # What is frozen or lazy may be anything now: a step looks at what has a gradient.
+                if param.requires_grad and not is_lazy(param):
+                    check_param(local(param.detach()), name_of(len(self.param_groups) - 1, group, place))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -150,12 +150,7 @@ class FusedAdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for `decoupled_grad` too."""
         super().zero_grad(set_to_none)
-        for param in self._params():
-            if getattr(param, "decoupled_grad", None) is not None:
-                if set_to_none:
-                    param.decoupled_grad = None  # type: ignore[attr-defined]
-                else:
-                    param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+        zero_decoupled(self._params(), set_to_none)
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
@@ -206,18 +201,7 @@ class FusedAdamW(torch.optim.AdamW):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        numbers = {id(param): number for number, param in enumerate(self._params())}
-        states: dict[Any, State] = {
-            number: saved(param, state, f"parameter {number} of the state dict")
-            for number, param in enumerate(self._params())
-            if (state := self.state.get(param))
-        }
-        states |= {key: deepcopy(state) for key, state in self.state.items() if not isinstance(key, Tensor)}
-        groups = [
-            copied_out({**group, "params": [numbers[id(param)] for param in group["params"]]})
-            for group in self.param_groups
-        ]
-        state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
+        state_dict = written(self.param_groups, self.state)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
@@ -230,25 +214,25 @@ class FusedAdamW(torch.optim.AdamW):
         tensors. Live states keep their addresses. Masters that the state dict lacks are set to their parameters; with a
         "remainder" those are set to the rounded masters that it has. Masters may also be named `master_param`, as Apex
         and Transformer Engine do. Raises ValueError, with nothing changed, where groups, states or shapes do not fit.
+
+        How weights decay stays too, as in torch.optim.AdamW and in Apex; where the state dict says that it was done
+        the other way, with a decay that is not 0, a warning says so.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        saved_groups = state_dict["param_groups"]
-        sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (self.param_groups, saved_groups))
-        if sizes != saved_sizes:
-            raise ValueError(f"the groups have {sizes} parameters, those of the state dict {saved_sizes}")
-        loaded = [self._checked(index, group, state_dict["state"]) for index, group in enumerate(saved_groups)]
-        for index, saved_group in enumerate(saved_groups):
-            take_over(self.param_groups[index], saved_group)
+        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
+        loaded = checked(self.param_groups, saved_groups, saved_states)
+        warn_of_another_decay(self.param_groups, saved_groups)
+        for index, (group, saved_group) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            take_over(group, saved_group, self.defaults)
             self._load_group(index, loaded[index])
-        known = set(chain.from_iterable(group["params"] for group in saved_groups))
-        self.state.update({key: deepcopy(state) for key, state in state_dict["state"].items() if key not in known})
+        self.state.update(of_no_param(saved_groups, saved_states))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_precision", "_bias_correction", "_backend", "_decoupled")
+        own = ("_precision", "_bias_correction", "_backend")
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in own},
@@ -257,9 +241,7 @@ class FusedAdamW(torch.optim.AdamW):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = self._decoupled
+        super(torch.optim.AdamW, self).__setstate__(state)  # type: ignore[no-untyped-call]  # Adam's, as above
 
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -295,18 +277,10 @@ class FusedAdamW(torch.optim.AdamW):
             check_param(param_here, names[id(param)])  # it may have been given other memory since it was taken on
             check_grad(grad, param_here, names[id(param)])
         self._create(params, group["amsgrad"])
-        members = []
-        for param, param_here in zip(params, here, strict=True):
-            state = self.state[param]
-            wanted = self._precision.dtypes(param_here, group["amsgrad"])
-            check_cast(state, wanted, param_here, names[id(param)])
-            check_complete(state, wanted, names[id(param)])
-            state["step"] = as_count(state["step"], param_here.device)
-            states = states_here(state)
-            if not group["amsgrad"]:
-                states = states._replace(max_exp_avg_sq=None)
-            members.append(run_of(param_here, state["step"], states))
-            check_states(members[-1], names[id(param)])
+        members = [
+            member_of(param_here, self.state[param], self._precision, group["amsgrad"], names[id(param)])
+            for param, param_here in zip(params, here, strict=True)
+        ]
         steps, counts = self._counts.joined([member.step for member in members])
         return [replace(member, step=step) for member, step in zip(members, steps, strict=True)], counts
 
@@ -315,16 +289,6 @@ class FusedAdamW(torch.optim.AdamW):
         states = create(new, self._precision, amsgrad)
         self._counts.learn([state["step"] for state in states], [0] * len(new))
         self.state.update(zip(new, states, strict=True))
-
-    def _checked(self, index: int, saved_group: dict[str, Any], saved_states: dict[Any, State]) -> dict[int, State]:
-        """By place in the group, what there is of saved states."""
-        group = self.param_groups[index]
-        amsgrad = saved_group.get("amsgrad", group["amsgrad"])
-        return {
-            place: checked(param, state, amsgrad, saved_group.get("step"), name_of(index, group, place))
-            for place, (param, number) in enumerate(zip(group["params"], saved_group["params"], strict=True))
-            if (state := saved_states.get(number))
-        }
 
     def _load_group(self, index: int, saved_states: dict[int, State]) -> None:
         group = self.param_groups[index]

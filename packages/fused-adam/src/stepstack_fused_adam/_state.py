@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stepstack_fused_adam import _block8
-from stepstack_fused_adam._counts import new_counts
+from stepstack_fused_adam._border import check_cast, check_complete, check_states
+from stepstack_fused_adam._counts import as_count, new_counts
 from stepstack_fused_adam._definition import States
-from stepstack_fused_adam._run import arithmetic, dense_like, is_dense, local, stretches
+from stepstack_fused_adam._run import Run, arithmetic, dense_like, is_dense, local, run_of, stretches
 
 State = dict[str, Any]
 
@@ -90,6 +91,18 @@ def states_here(state: State) -> States:
     """A state as the step sees it: on this rank, in aliases."""
     tensors = (state.get(name) for name in NAMES)
     return States(*(None if tensor is None else local(tensor).detach() for tensor in tensors))  # type: ignore[arg-type]
+
+
+def member_of(here: Tensor, state: State, precision: Precision, amsgrad: bool, name: str) -> Run:
+    """A parameter's state as a step takes it; ValueError, by name, unless it is the one that the parameter needs."""
+    wanted = precision.dtypes(here, amsgrad)
+    check_cast(state, wanted, here, name)
+    check_complete(state, wanted, name)
+    state["step"] = as_count(state["step"], here.device)
+    states = states_here(state)
+    run = run_of(here, state["step"], states if amsgrad else states._replace(max_exp_avg_sq=None))
+    check_states(run, name)
+    return run
 
 
 def neighbours(params: Sequence[Tensor], precision: Precision) -> list[list[int]]:
