@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._gradients import Gradients, Reduction
 from stepstack_sharded_states._layout import BucketLayout, dense_stride
+from stepstack_sharded_states._listed import listed
 from stepstack_sharded_states._mesh import Ranks
 from stepstack_sharded_states._norms import Norms
 from stepstack_sharded_states._owners import release
@@ -350,7 +351,7 @@ def _member(
         part=mine,
         piece=Parameter(bucket.inner_params[mine]) if first < last else None,
         piece_grad=bucket.inner_grads[mine],
-        shard=ranks.sharded(bucket.inner_params[mine], numel),
+        shard=listed(ranks.sharded(bucket.inner_params[mine], numel), param),
         shard_grad=ranks.sharded(bucket.gradients.slice[mine], numel),
         missing_grad=missing,
         whole=bucket.gradients.whole(param.shape, param.stride(), start),
