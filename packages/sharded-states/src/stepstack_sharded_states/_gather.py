@@ -73,6 +73,8 @@ class Gather:
                         f"{this_rank()}: parameter {member.name!r} is in no part of the module given, so no forward "
                         "would wait for it: give the whole model whose parameters this optimizer has"
                     )
+        # Here, since as a decorator it would import the compiler with this package.
+        torch.compiler.assume_constant_result(_traced)  # type: ignore[no-untyped-call]
         ours = weakref.ref(self)
         for part, params in of_part.items():
             if isinstance(part, torch.jit.ScriptModule):
@@ -166,7 +168,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _traced(number: int) -> None:
     """Called once, while the compiler looks at a module that would wait: what it makes reads weights past all this."""
     gather = _gathers.get(number)
