@@ -1,7 +1,7 @@
 """What the border refuses, in sentences."""
 
 from collections.abc import Mapping
-from math import inf, isnan
+from math import inf
 from typing import Any
 
 import torch
@@ -38,12 +38,26 @@ def check_numbers(group: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{what} of {name} is {number}; it is at least 0 and less than {limit}")
 
 
-def check_not_nan(group: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if one of the numbers of a group has become NaN. Tensors are not read."""
-    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-    for what, number in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), numbers, strict=True):
-        if not isinstance(number, Tensor) and isnan(number):
-            raise ValueError(f"{what} of {name} is nan, which would make its parameters nan; give it a number")
+def check_options(group: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if a group's options have become what no step can be made by. Tensors are not read."""
+    beta1, beta2 = group["betas"]
+    for what, number, limit in (
+        ("lr", group["lr"], inf),
+        ("beta1", beta1, 1),
+        ("beta2", beta2, 1),
+        ("eps", group["eps"], inf),
+        ("weight_decay", group["weight_decay"], inf),
+    ):
+        if isinstance(number, Tensor):
+            continue
+        try:
+            fits = -inf < number < limit  # not of nan; below 0 is followed, as torch does
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{what} of {name} is {number!r}; a step needs a number less than {limit}")
+    if group.get("differentiable"):
+        raise ValueError(f"{name} asks for a differentiable step, which torch.optim.Adam(W) has, and this one has not")
 
 
 def check_param(param: Tensor, name: str) -> None:
@@ -91,6 +105,12 @@ def check_complete(state: Mapping[str, Any], wanted: Mapping[str, Any], name: st
             f"the state of {name} has no {' and no '.join(missing)}, only {sorted(state)}; add what is missing, or "
             "delete the state from `optimizer.state` to begin anew"
         )
+
+
+def check_count(count: float, name: str) -> None:
+    """Raise ValueError if a count is below 0, which would make the bias corrections 0 or worse."""
+    if not count >= 0:
+        raise ValueError(f"the step of {name} is {count}; it is the number of steps made, at least 0")
 
 
 def check_states(run: Run, name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stepstack_fused_adam._border import check_states, name_of
+from stepstack_fused_adam._border import check_count, check_states, name_of
 from stepstack_fused_adam._counts import as_count
 from stepstack_fused_adam._definition import States, first_moment, narrowed, second_moment, weight
 from stepstack_fused_adam._run import arithmetic, dense_like, flat, is_dense, local, run_of
@@ -192,6 +192,7 @@ def _checked(param: Tensor, saved_state: Mapping[str, Any], amsgrad: bool, count
             raise ValueError(f"the saved state of {name} has no {key}, only {sorted(saved_state)}")
     if state["step"] is None:
         raise ValueError(f"neither the saved state of {name} nor its group has a step")
+    check_count(float(state["step"]), f"the saved state of {name}")
     for key in state.keys() & {*NAMES}:
         value = state[key]
         if isinstance(value, DTensor) != isinstance(param, DTensor) or value.shape != param.shape:

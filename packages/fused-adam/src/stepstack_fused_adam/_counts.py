@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stepstack_fused_adam._border import check_count
 from stepstack_fused_adam._run import flat, local, stretches
 
 
@@ -56,7 +57,9 @@ class Cohort:
         """One step more, unless it is skipped."""
         for device, counts in self._stretches.items():
             skip = skips[device]
-            if skip is None:
+            if len(counts) == 1:
+                counts[0].add_(1 if skip is None else 1 - skip)
+            elif skip is None:
                 torch._foreach_add_(counts, 1)
             else:
                 torch._foreach_add_(counts, [1 - skip] * len(counts))  # as a list: one tensor would be read by the host
@@ -91,23 +94,27 @@ class Counts:
         for step, value in zip(steps, values, strict=True):
             self._known[step] = _Known(watched[id(_whole(step))][1], labels[value])
 
-    def joined(self, steps: Sequence[Tensor]) -> tuple[list[Tensor], Cohort]:
-        """For each count the first one that is equal and on the same device; and all, to be moved together."""
+    def joined(self, steps: Sequence[Tensor], names: Sequence[str]) -> tuple[list[Tensor], Cohort]:
+        """For each count the first one that is equal and on the same device; and all, to be moved together.
+
+        ValueError, by the name of its parameter, where one has been set to less than 0.
+        """
         watched = self._watched(steps)
         first: dict[tuple[torch.device, Hashable], Tensor] = {}
         leaders = [
-            first.setdefault((step.device, label), step) for step, label in zip(steps, self._labels(steps), strict=True)
+            first.setdefault((step.device, label), step)
+            for step, label in zip(steps, self._labels(steps, names), strict=True)
         ]
         # Those that share a label, but do not take part, will lag behind: the label is not theirs any more.
         self.learn(steps, list(map(id, leaders)))
         return leaders, Cohort(steps, list(watched.values()))
 
-    def _labels(self, steps: Sequence[Tensor]) -> list[Hashable]:
+    def _labels(self, steps: Sequence[Tensor], names: Sequence[str]) -> list[Hashable]:
         labels: list[Hashable] = []
         for step in steps:
             known = self._known.get(step)  # type: ignore[no-untyped-call]
             if known is None or known.watch.over:
-                return _read(steps)
+                return _read(steps, names)
             labels.append(known.label)
         return labels
 
@@ -126,7 +133,7 @@ class Counts:
         return found
 
 
-def _read(steps: Sequence[Tensor]) -> list[Hashable]:
+def _read(steps: Sequence[Tensor], names: Sequence[str]) -> list[Hashable]:
     """The host waits, which it cannot while it captures a graph: then each is on its own."""
     if any(step.is_meta for step in steps) or (
         any(step.is_cuda for step in steps) and torch.cuda.is_current_stream_capturing()
@@ -138,6 +145,8 @@ def _read(steps: Sequence[Tensor]) -> list[Hashable]:
     values: dict[int, float] = {}
     for places in on.values():
         values |= zip(places, torch.stack([steps[place] for place in places]).tolist(), strict=True)
+    for place, value in values.items():
+        check_count(value, names[place])
     return [values[place] for place in range(len(steps))]
 
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stepstack_fused_adam._border import check_options
 from stepstack_fused_adam._definition import Scalars
 
 Number = float | Tensor
+
+_OPTIONS = itemgetter("lr", "eps", "weight_decay", "maximize", "bias_correction", "decoupled_weight_decay")
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,16 @@ class Hyperparameters:
         """Whether a number other than the rate is a tensor."""
         return any(isinstance(number, Tensor) for number in (self.beta1, self.beta2, self.eps, self.weight_decay))
 
+    @property
+    def all_on_host(self) -> bool:
+        """Whether all numbers are floats, and there is no flag and no scale."""
+        is_tensor = isinstance(self.lr, Tensor) or self.any_tensors
+        return self.grad_scale is None and self.skip is None and not is_tensor
+
     def on(self, device: torch.device) -> "Hyperparameters":
         """With its tensors on a device, as 0-d; a number that lives on the CPU may stay there."""
+        if self.all_on_host:
+            return self
         return replace(
             self,
             lr=_moved(self.lr, device),
@@ -65,27 +77,53 @@ class Hyperparameters:
             skip=None if self.skip is None else moved(self.skip, device),
         )
 
+    def numbers(self, dtype: torch.dtype, device: torch.device) -> tuple[Number, ...]:
+        """What the definition asks for, in the order of its `Scalars`: floats, or tensors of a dtype on a device."""
+
+        def here(number: Number) -> Number:
+            return moved(number, device, dtype) if isinstance(number, Tensor) else number
+
+        divisor = 1.0 if self.grad_scale is None else here(self.grad_scale)
+        return (
+            here(self.lr),
+            1 - here(self.beta1),
+            1 - here(self.beta2),
+            here(self.eps),
+            here(self.weight_decay),
+            -divisor if self.maximize else divisor,
+            0.0 if self.skip is None else here(self.skip),
+        )
+
     def scalars(self, dtype: torch.dtype, device: torch.device) -> Scalars:
         """As tensors for the definition."""
-
-        def scalar(number: Number) -> Tensor:
-            if isinstance(number, Tensor):
-                return moved(number, device, dtype)
-            return torch.full((), number, dtype=dtype, device=device)
-
-        def rest(beta: Number) -> Tensor:
-            return 1 - scalar(beta) if isinstance(beta, Tensor) else scalar(1 - beta)
-
-        divisor = scalar(1.0 if self.grad_scale is None else self.grad_scale)
         return Scalars(
-            lr=scalar(self.lr),
-            alpha1=rest(self.beta1),
-            alpha2=rest(self.beta2),
-            eps=scalar(self.eps),
-            weight_decay=scalar(self.weight_decay),
-            divisor=-divisor if self.maximize else divisor,
-            skip=scalar(0.0 if self.skip is None else self.skip),
+            *(
+                number if isinstance(number, Tensor) else torch.full((), number, dtype=dtype, device=device)
+                for number in self.numbers(dtype, device)
+            )
         )
+
+
+class Latest:
+    """The hyperparameters of each group in the last step: checked and made anew when one of its options is replaced."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[tuple[object, ...], Hyperparameters]] = {}
+
+    def of(
+        self, index: int, group: Mapping[str, Any], grad_scale: Tensor | None, skip: Tensor | None
+    ) -> Hyperparameters:
+        """ValueError where no step can be made by the options."""
+        options = (*group["betas"], *_OPTIONS(group), group.get("differentiable"))
+        if grad_scale is None and skip is None and index in self._made:
+            made_of, by = self._made[index]
+            if len(options) == len(made_of) and all(map(is_, options, made_of)):
+                return by
+        check_options(group, f"group {index}")
+        by = Hyperparameters.of(group, grad_scale, skip)
+        if by.all_on_host:
+            self._made[index] = options, by
+        return by
 
 
 def contract(grad_scale: Number | None, found_inf: Number | None) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepstack_fused_adam import _library
-from stepstack_fused_adam._definition import States
+from stepstack_fused_adam._definition import Scalars, States
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._run import Run
 from stepstack_fused_adam._torch import Tensors
@@ -21,8 +21,12 @@ _NONE, _CODES, _REMAINDER = 0, 4, 5
 _FORMS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _WORTH_A_THREAD = 2**18  # elements: to make a thread costs some ten microseconds, to step these a few hundred
 
+_CPU = torch.device("cpu")
+
 _Form = ctypes.c_int32 * 7
-_Scalars = ctypes.c_void_p * 6
+_Floats = ctypes.c_float * len(Scalars._fields)
+_Scalars = ctypes.c_void_p * len(Scalars._fields)  # adam.c takes the last, the flag, by itself
+_FLAG = Scalars._fields.index("skip")
 
 
 class _Run(ctypes.Structure):
@@ -70,7 +74,8 @@ class NativeStep:
         self._runs = (_Run * len(runs))(*map(_run, self._states, runs))
         self._never = torch.full((), torch.inf)
         self._forms = {decoupled: _form(runs[0], grad_dtype, decoupled) for decoupled in (False, True)}
-        self._addresses = ctypes.c_void_p * len(runs)
+        self._params, self._grads = _Addresses(len(runs)), _Addresses(len(runs))
+        self._scalars = _Addressed()
         self._count = ctypes.c_int64(len(runs))
         self._numel = sum(run.numel for run in runs)
         self._corrected: bool | None = None
@@ -80,20 +85,58 @@ class NativeStep:
             for place, step in enumerate(self._steps):
                 self._runs[place].step = (step if by.bias_correction else self._never).data_ptr()
             self._corrected = by.bias_correction
-        scalars = by.scalars(torch.float32, torch.device("cpu"))
-        numbers = (scalars.lr, scalars.alpha1, scalars.alpha2, scalars.eps, scalars.weight_decay, scalars.divisor)
+        scalars = self._scalars.of(by)
         failed = self._library.stepstack_adam(
             self._forms[by.decoupled],
             self._runs,
-            self._addresses(*map(Tensor.data_ptr, params)),
-            self._addresses(*map(Tensor.data_ptr, grads)),
+            self._params.of(params),
+            self._grads.of(grads),
             self._count,
-            _Scalars(*map(Tensor.data_ptr, numbers)),
-            ctypes.c_void_p(scalars.skip.data_ptr()),
+            scalars,
+            ctypes.c_void_p(scalars[_FLAG]),
             ctypes.c_int(min(torch.get_num_threads(), max(1, self._numel // _WORTH_A_THREAD))),
         )
         if failed:
             raise MemoryError(f"no memory to list {self._count.value} runs of parameters")
+
+
+class _Addresses:
+    """Where tensors are, for C. Made anew when one of them has moved."""
+
+    def __init__(self, number: int) -> None:
+        self._made = ctypes.c_void_p * number
+        self._found: list[int] = []
+
+    def of(self, tensors: Tensors) -> Any:
+        found = list(map(Tensor.data_ptr, tensors))
+        if found != self._found:
+            self._found, self._array = found, self._made(*found)
+        return self._array
+
+
+class _Addressed:
+    """Where the numbers of a step are, for C: floats in an array of its own, tensors in their own memory."""
+
+    def __init__(self) -> None:
+        self._floats = _Floats()
+        first = ctypes.addressof(self._floats)
+        self._places = [first + ctypes.sizeof(ctypes.c_float) * place for place in range(len(self._floats))]
+        self._array = _Scalars(*self._places)
+        self._by: Hyperparameters | None = None
+
+    def of(self, by: Hyperparameters) -> Any:
+        """Good until the next call: C has read them when it returns."""
+        if by is self._by:
+            return self._array
+        numbers = self._kept = by.numbers(torch.float32, _CPU)
+        for place, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                self._array[place] = number.data_ptr()
+            else:
+                self._floats[place] = number
+                self._array[place] = self._places[place]
+        self._by = by if by.all_on_host else None  # a tensor may have been moved here from elsewhere: a copy of then
+        return self._array
 
 
 @cache

@@ -10,19 +10,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
+from stepstack_fused_adam import _checkpoint
 from stepstack_fused_adam._backends import check_backend
-from stepstack_fused_adam._border import check_grad, check_not_nan, check_numbers, check_param, name_of
-from stepstack_fused_adam._checkpoint import (
-    checked,
-    copy_in,
-    of_no_param,
-    take_over,
-    warn_of_another_decay,
-    written,
-)
+from stepstack_fused_adam._border import check_grad, check_numbers, check_options, check_param, name_of
 from stepstack_fused_adam._counts import Cohort, Counts
 from stepstack_fused_adam._gradients import turns, with_gradients, zero_decoupled
-from stepstack_fused_adam._hyperparameters import Hyperparameters, Number, contract
+from stepstack_fused_adam._hyperparameters import Hyperparameters, Latest, Number, contract
 from stepstack_fused_adam._numbers import Coded, numbers
 from stepstack_fused_adam._plan import Plan
 from stepstack_fused_adam._plans import Plans
@@ -102,8 +95,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._precision = Precision(master_weights, exp_avg_dtype, exp_avg_sq_dtype)
         self._bias_correction = bias_correction
         self._backend = backend
-        self._plans = Plans()
-        self._counts = Counts()
+        self._begin()
         super(torch.optim.AdamW, self).__init__(  # Adam's, where a group may say how it decays
             params,
             lr,
@@ -125,6 +117,7 @@ class FusedAdamW(torch.optim.AdamW):
         group.setdefault("bias_correction", self._bias_correction)
         try:
             check_numbers(group, f"group {len(self.param_groups) - 1}")
+            check_options(group, f"group {len(self.param_groups) - 1}")
             for place, param in enumerate(group["params"]):
                 # What is frozen or lazy may be anything now: a step looks at what has a gradient.
                 if param.requires_grad and not is_lazy(param):
@@ -143,8 +136,8 @@ class FusedAdamW(torch.optim.AdamW):
                 loss = closure()
         scale, skip = contract(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for index, group in enumerate(self.param_groups):
-            check_not_nan(group, f"group {index}")
-            self._step_group(index, Hyperparameters.of(group, scale, skip))
+            by = self._latest.of(index, group, scale, skip)
+            self._step_params(index, (0, group["amsgrad"]), group["params"], by)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -201,7 +194,7 @@ class FusedAdamW(torch.optim.AdamW):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = written(self.param_groups, self.state)
+        state_dict = _checkpoint.written(self.param_groups, self.state)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
@@ -222,33 +215,31 @@ class FusedAdamW(torch.optim.AdamW):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
-        loaded = checked(self.param_groups, saved_groups, saved_states)
-        warn_of_another_decay(self.param_groups, saved_groups)
+        loaded = _checkpoint.checked(self.param_groups, saved_groups, saved_states)
+        _checkpoint.warn_of_another_decay(self.param_groups, saved_groups)
         for index, (group, saved_group) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            take_over(group, saved_group, self.defaults)
+            _checkpoint.take_over(group, saved_group, self.defaults)
             self._load_group(index, loaded[index])
-        self.state.update(of_no_param(saved_groups, saved_states))
+        self.state.update(_checkpoint.of_no_param(saved_groups, saved_states))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_precision", "_bias_correction", "_backend")
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in own},
-            "_plans": Plans(),
-            "_counts": Counts(),
-        }
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super(torch.optim.AdamW, self).__setstate__(state)  # type: ignore[no-untyped-call]  # Adam's, as above
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is known of the steps made so far: nothing."""
+        self._plans = Plans()
+        self._counts = Counts()
+        self._latest = Latest()
 
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
-    def _step_group(self, index: int, by: Hyperparameters) -> None:
-        group = self.param_groups[index]
-        self._step_params(index, (0, group["amsgrad"]), group["params"], by)
 
     def _step_params(self, index: int, how: tuple[int, bool], of_group: list[Tensor], by: Hyperparameters) -> None:
         params, here, grads = with_gradients(of_group)
@@ -281,7 +272,7 @@ class FusedAdamW(torch.optim.AdamW):
             member_of(param_here, self.state[param], self._precision, group["amsgrad"], names[id(param)])
             for param, param_here in zip(params, here, strict=True)
         ]
-        steps, counts = self._counts.joined([member.step for member in members])
+        steps, counts = self._counts.joined([member.step for member in members], [names[id(param)] for param in params])
         return [replace(member, step=step) for member, step in zip(members, steps, strict=True)], counts
 
     def _create(self, params: list[Tensor], amsgrad: bool) -> None:
@@ -299,7 +290,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._create(params, group["amsgrad"])
         for place, saved_state in saved_states.items():
             param = group["params"][place]
-            copy_in(param, self.state[param], saved_state, name_of(index, group, place))
+            _checkpoint.copy_in(param, self.state[param], saved_state, name_of(index, group, place))
         steps = [self.state[param]["step"] for param in params]
         counts = [float(state["step"]) for state in saved_states.values()]
         for step, count in zip(steps, counts, strict=True):

@@ -39,12 +39,12 @@ class Plan:
         self._flat = [one for one in placed if one.flat]
         self._counts = Cohort([member.step for member in members]) if counts is None else counts
         self._devices = list(dict.fromkeys(member.device for member in members))
-        self._work: list[tuple[torch.device, Step, list[_Placed]]] = []
+        self._work: list[tuple[torch.device, Step, _AllPlaced]] = []
         for device in self._devices:
             here = [one for one in placed if one.run.device == device]
             dtypes = [grads[one.index].dtype for one in here]
             for step, places in steps_of(backend, [one.run for one in here], dtypes):
-                self._work.append((device, step, [here[place] for place in places]))
+                self._work.append((device, step, _AllPlaced([here[place] for place in places])))
 
     def fits(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         """Whether all is laid out as it was, neighbours lie to one another as they did, and counts are equal still."""
@@ -64,11 +64,9 @@ class Plan:
         on = {device: by.on(device) for device in self._devices}
         self._counts.add_({device: on[device].skip for device in self._devices})
         for device, step, placed in self._work:
-            moved = [one.param(params) for one in placed]
-            step(moved, [one.gradient(grads) for one in placed], on[device])
-            for one, param in zip(placed, moved, strict=True):
-                if one.holed:
-                    params[one.index].copy_(param)
+            moved = placed.params(params)
+            step(moved, placed.gradients(grads), on[device])
+            placed.put_back(params, moved)
 
     def _joined(self, members: Sequence[Run], params: Sequence[Tensor], grads: Sequence[Tensor]) -> "list[_Placed]":
         found: list[_Placed] = []
@@ -129,6 +127,30 @@ class _Placed:
             ordered = torch.empty_strided(grad.shape, self.run.shape.stride(), dtype=grad.dtype, device=grad.device)
             return ordered.copy_(grad)
         return grad
+
+
+class _AllPlaced:
+    """Those of one call. Where each is a tensor as it is, as in most models, none is asked."""
+
+    def __init__(self, placed: Sequence[_Placed]) -> None:
+        self._placed = placed
+        self._holed = [(place, one.index) for place, one in enumerate(placed) if one.holed]
+        self._indices = None if any(one.flat or one.reordered for one in placed) else [one.index for one in placed]
+
+    def params(self, params: Sequence[Tensor]) -> list[Tensor]:
+        if self._indices is not None:
+            return [params[index] for index in self._indices]
+        return [one.param(params) for one in self._placed]
+
+    def gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        if self._indices is not None:
+            return [grads[index] for index in self._indices]
+        return [one.gradient(grads) for one in self._placed]
+
+    def put_back(self, params: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
+        """Into parameters with holes, what was stepped as a copy."""
+        for place, index in self._holed:
+            params[index].copy_(moved[place])
 
 
 def _together(
