@@ -64,7 +64,7 @@ class Backward:
         """Let its `grad_shard` be what the caller has made of its `.grad`. Raises RuntimeError where it can't be."""
         if member.group is None or not member.in_place:
             return
-        if member.forgotten or member.is_new():
+        if member.forgotten or member.is_new() or member.regrouped:
             self._follow_the_caller()
             if member.is_new():
                 self._start_afresh()
@@ -213,6 +213,9 @@ class Backward:
     def _follow_the_caller(self) -> None:
         """A `.grad` that was ours and is None has been forgotten by the caller (`model.zero_grad()`); one that was made
         of ours replaces it."""
+        with torch._C.DisableTorchFunctionSubclass():  # which would take as long as all else here
+            for member in [member for bucket in self.buckets for member in bucket.members if member.regrouped]:
+                member.follow_shard()
         for bucket in self.buckets:
             forgotten = []
             for member in bucket.members:

@@ -14,7 +14,7 @@ from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._gradients import Gradients, Reduction
 from stepstack_sharded_states._layout import BucketLayout, dense_stride
 from stepstack_sharded_states._listed import listed
-from stepstack_sharded_states._mesh import Ranks
+from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._norms import Norms
 from stepstack_sharded_states._owners import release
 from stepstack_sharded_states._sharded_grad import ShardedGrad
@@ -70,10 +70,12 @@ class Member:
 
     def __post_init__(self) -> None:
         numel = self.param.numel()
-        self.own_interval = min(self.interval[0], numel), min(self.interval[1], numel)
+        first, last = (max(0, min(end, numel)) for end in self.interval)  # a rank without a piece may be before it
+        self.own_interval = first, last
         """The piece, without padding."""
+        self._whole_address = None if self.whole is None else self.whole.data_ptr()
         held = self.gradients.slice[self.part]
-        self.own_grad = held[: self.own_interval[1] - self.own_interval[0]]
+        self.own_grad = held[: last - first]
         self.sharded = ShardedGrad(self, self.own_grad, live=True)
         self._grad_dtype = self.param.grad_dtype
         if self._grad_dtype not in (None, held.dtype):
@@ -96,7 +98,40 @@ class Member:
     def is_new(self) -> bool:
         """Whether `.grad` holds something that does not come from here."""
         grad = self.param.grad
-        return grad is not None and grad is not self.sharded and grad is not self.whole
+        if grad is None or grad is self.sharded:
+            return False
+        return grad is not self.whole or self._whole_has_left
+
+    @property
+    def _whole_has_left(self) -> bool:
+        """The caller has given `whole` other memory (`p.grad.data = …`)."""
+        return self.whole is not None and self.whole.data_ptr() != self._whole_address
+
+    def renew_whole(self) -> None:
+        """Let `whole` be a view of the buffer again, if it is none any more."""
+        if self._whole_has_left:
+            self.whole = self.gradients.whole(self.shape, self.stride, self.start)
+
+    @property
+    def regrouped(self) -> bool:
+        """The caller has put something in the place of the gradient of what `param_groups` has."""
+        return self.shard.grad is not (self.shard_grad if self.reduced else None) and self.group is not None
+
+    def follow_shard(self) -> None:
+        """Take the gradient that the caller has given to the shard, or forget it where that is None."""
+        grad = self.shard.grad
+        if not self.reduced:
+            raise RuntimeError(
+                f"{this_rank()}: a gradient was assigned to parameter {self.name!r} in param_groups, which had none "
+                "that was averaged over the ranks: assign it to .grad of the model's parameter, on every rank"
+            )
+        if grad is None:
+            if not self.is_new():
+                self.param.grad = None
+        else:
+            self.shard_grad.copy_(grad.detach())
+            self.gradients.settled([self])
+            self.show(self.shard_grad)
 
     @property
     def has_grad(self) -> bool:

@@ -212,6 +212,7 @@ class Gradients:
             member.used = member.unreduced = member.has_grad and not set_to_none
             member.displayed = False
             member.param.grad = None
+            member.renew_whole()
             if member.used:
                 member.display(reduced=False)
 
@@ -262,6 +263,7 @@ class ViewedGradients(Gradients):
         if member.is_new():  # the caller's own, or a sum that autograd has not made in place
             self._begin()
             member.place_in(self._buffer).copy_(_without_graph(member))
+            member.renew_whole()
             member.display(reduced=True)
 
     def launch(self, members: Sequence["Member"]) -> None:
@@ -319,6 +321,7 @@ class WholeGradients(Gradients):
         if member.is_new():
             grad = _strided(member.param.grad)
             member.place_in(self._buffer).copy_(grad)
+            member.renew_whole()
             if grad.requires_grad:  # the caller may want to differentiate it: it is taken away in the step
                 member.displayed = True
                 return

@@ -134,6 +134,11 @@ def check_mesh(mesh: Any) -> None:
 
 def refuse(groups: list[Group], device_type: str, taken: Collection[Parameter] = ()) -> None:
     """Raise for parameters that can't be sharded, by name: given twice, elsewhere, sharded already, not real, …"""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{this_rank()}: under torch.inference_mode parameters would move to buckets that nothing can train: make "
+            "the optimizer, and add groups to it, outside"
+        )
     for number, group in enumerate(groups):
         if group.grad_divisor is not None and not group.grad_divisor > 0:
             raise ValueError(f"{this_rank()}: grad_divisor of group {number} must be positive: {group.grad_divisor}")

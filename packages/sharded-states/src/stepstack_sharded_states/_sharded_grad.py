@@ -99,6 +99,10 @@ class ShardedGrad(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:  # `Module.to` and the like do that to `.grad`
+        if self._live and (other.dtype, other.device) == (self.dtype, self.device):  # it stays where it is
+            with torch.no_grad():
+                self.copy_(other)
+            return
         if not isinstance(other, ShardedGrad):
             _refuse(self, "data")
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
