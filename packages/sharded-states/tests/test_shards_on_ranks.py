@@ -1,5 +1,8 @@
 """What is done to gradients of what `param_groups` has, or to the memory of `.grad`, ends where torch's ends."""
 
+import copy
+from collections import defaultdict
+
 import pytest
 import torch
 from small import params_of
@@ -117,3 +120,35 @@ def test_an_optimizer_is_not_made_under_inference_mode():
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*make the optimizer.*outside"):
         ShardedOptimizer(params.values(), torch.optim.SGD, lr=0.1)
     ShardedOptimizer(params.values(), torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_are_found_and_edited_by_the_parameters_of_the_model_too(world):
+    def run(ours):
+        params = params_of(first=(7, 30), second=(65,), last=(3,))
+        first, second, last = params.values()
+        if ours:
+            optimizer = ShardedOptimizer(params.items(), torch.optim.Adam, lr=0.1, bucket_cap_mb=2e-4)
+        else:
+            optimizer = torch.optim.Adam(params.values(), lr=0.1)
+        for step in range(5):
+            sum((p.square() * (i + 1)).sum() for i, p in enumerate(params.values())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = optimizer.state
+            if step == 0:
+                state.pop(first, None)
+                assert first not in state
+                assert state.get(first) is None
+            if step == 1 and second in state:  # this rank has a piece of it
+                state[second]["exp_avg"].zero_()
+            if step == 2 and last in state:
+                state[last] = {name: value.clone() * 2 for name, value in state[last].items()}
+            if step == 3:
+                state[second].clear()
+                assert type(copy.copy(state)) is type(state.copy()) is defaultdict
+        return [p.detach() for p in params.values()]
+
+    expected = run(ours=False)
+    for got in on_ranks(world, lambda rank: run(ours=True)):
+        torch.testing.assert_close(got, expected)

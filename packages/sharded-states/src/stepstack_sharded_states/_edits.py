@@ -8,6 +8,7 @@ none, has to be noticed.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -158,7 +159,8 @@ class Listing:
         target: MutableMapping[Any, Any],
         keys: Sequence[Tensor],
     ) -> None:
-        states = list(map(source.get, their_keys))
+        get = partial(dict.get, source) if isinstance(source, dict) else source.get  # they are the keys themselves
+        states = list(map(get, their_keys))
         if _same(states, self._states):
             return
         for key, now, before in zip(keys, states, self._states, strict=True):

@@ -14,6 +14,7 @@ from stepstack_sharded_states._agreement import Skipped, agreed, objections
 from stepstack_sharded_states._alike import announced, likely_ranks, lines
 from stepstack_sharded_states._backward import Backward
 from stepstack_sharded_states._bucket import Member
+from stepstack_sharded_states._callers_state import CallersState
 from stepstack_sharded_states._distribution import Distribution
 from stepstack_sharded_states._edits import Listing
 from stepstack_sharded_states._elementwise import check_class, check_elementwise
@@ -153,6 +154,7 @@ class ShardedOptimizer(SavedStates):
             self._inner = optimizer_class([group.of_pieces() for group in groups], **optimizer_kwargs)
             super().__init__([group.of_shards() for group in groups], self._inner.defaults)
             self._listing = Listing(self._inner)
+            self.state = CallersState(self._listing.member_of)
             self._listing.add(groups, self.param_groups)
             copy_options(self._inner.param_groups, self.param_groups)
         self._distribution.compare(planned.options(self._inner.param_groups))
