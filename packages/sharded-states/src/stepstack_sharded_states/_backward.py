@@ -215,7 +215,7 @@ class Backward:
         of ours replaces it."""
         with torch._C.DisableTorchFunctionSubclass():  # which would take as long as all else here
             for member in [member for bucket in self.buckets for member in bucket.members if member.regrouped]:
-                member.follow_shard()
+                _take_from_group(member)
         for bucket in self.buckets:
             forgotten = []
             for member in bucket.members:
@@ -302,6 +302,23 @@ class Backward:
                 )
             for member, anywhere in zip(members, used, strict=True):
                 member.used = bool(anywhere) and member.group is not None
+
+
+def _take_from_group(member: Member) -> None:
+    """Take the gradient that the caller has given to the shard, or forget it where that is None."""
+    grad = member.shard.grad
+    if not member.reduced:
+        raise RuntimeError(
+            f"{this_rank()}: a gradient was assigned to parameter {member.name!r} in param_groups, which had none that "
+            "was averaged over the ranks: assign it to .grad of the model's parameter, on every rank"
+        )
+    if grad is None:
+        if not member.is_new():
+            member.param.grad = None
+    else:
+        member.shard_grad.copy_(grad.detach())
+        member.gradients.settled([member])
+        member.show(member.shard_grad)
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from stepstack_sharded_states._collectives import Pending
 from stepstack_sharded_states._gradients import Gradients, Reduction
 from stepstack_sharded_states._layout import BucketLayout, dense_stride
 from stepstack_sharded_states._listed import listed
-from stepstack_sharded_states._mesh import Ranks, this_rank
+from stepstack_sharded_states._mesh import Ranks
 from stepstack_sharded_states._norms import Norms
 from stepstack_sharded_states._owners import release
 from stepstack_sharded_states._sharded_grad import ShardedGrad
@@ -116,22 +116,6 @@ class Member:
     def regrouped(self) -> bool:
         """The caller has put something in the place of the gradient of what `param_groups` has."""
         return self.shard.grad is not (self.shard_grad if self.reduced else None) and self.group is not None
-
-    def follow_shard(self) -> None:
-        """Take the gradient that the caller has given to the shard, or forget it where that is None."""
-        grad = self.shard.grad
-        if not self.reduced:
-            raise RuntimeError(
-                f"{this_rank()}: a gradient was assigned to parameter {self.name!r} in param_groups, which had none "
-                "that was averaged over the ranks: assign it to .grad of the model's parameter, on every rank"
-            )
-        if grad is None:
-            if not self.is_new():
-                self.param.grad = None
-        else:
-            self.shard_grad.copy_(grad.detach())
-            self.gradients.settled([self])
-            self.show(self.shard_grad)
 
     @property
     def has_grad(self) -> bool:
