@@ -7,6 +7,7 @@ a minute, and nox has no option for a shared environment, so these sessions run 
 
 import hashlib
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -95,6 +96,10 @@ def isolated(session, name):
     # Compiling all of torch is four fifths of installing it; what the tests import is compiled as they import it.
     session.install("--no-compile", "--constraint", ours, distribution, *test_group)
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    if platform.system() == "Linux" and (FOLDERS[name] / "hatch_build.py").exists():
+        # It brings a library, and is tested with it: without a compiler that could make another one.
+        session.env |= {"PATH": session.bin, "STEPSTACK_PREBUILT": "1"}
+        session.env.pop("CC", None)
     # Not `python -m pytest`, which would put the current folder on the path.
     session.run("pytest", FOLDERS[name] / "tests", *session.posargs)
 

@@ -1,4 +1,3 @@
-import ctypes
 import math
 import sys
 import types
@@ -9,8 +8,8 @@ import torch
 from stepstack_gradnorm import (
     Part,
     _backends,
-    _compiled,
     _multi_tensor,
+    _native,
     _torch,
     backends,
     kernels,
@@ -20,7 +19,7 @@ from stepstack_gradnorm import (
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_a_compiler = pytest.mark.skipif(_compiled.missing(CPU) is not None, reason="no C compiler here")
+needs_the_library = pytest.mark.skipif(_native.missing(CPU) is not None, reason=str(_native.missing(CPU)))
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -44,62 +43,62 @@ def test_torch_measures_large_tensors_by_chunks(dtype):
     assert total_norm(grads, backend="torch").item() == pytest.approx(norm_of(*grads), rel=1e-6, abs=0)
 
 
-@needs_a_compiler
+@needs_the_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1023, 1024, 1025, 5000, 200_001])
-def test_compiled_agrees_with_torch(dtype, size):
+def test_native_agrees_with_torch(dtype, size):
     grads = [random(size, dtype=dtype), random(7, 5, dtype=dtype, seed=1).t(), random(9, 9, dtype=dtype)[::2, 1:]]
-    norm = total_norm(grads, backend="compiled")
+    norm = total_norm(grads, backend="native")
     assert norm.item() == pytest.approx(norm_of(*grads), rel=1e-6, abs=0)
     assert norm.item() == pytest.approx(total_norm(grads, backend="torch").item(), rel=1e-6, abs=0)
 
 
-@needs_a_compiler
+@needs_the_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [1e20, 1e-30, 6e-8, 0.1, 6e4, 0.0])
-def test_compiled_keeps_the_range(dtype, value):
+def test_native_keeps_the_range(dtype, value):
     grad = torch.full((5000,), value).to(dtype)
     grad = grad.where(grad.isfinite(), 0)  # 1e20 is no fp16
-    assert total_norm(grad, backend="compiled").item() == pytest.approx(norm_of(grad), rel=1e-6, abs=0)
+    assert total_norm(grad, backend="native").item() == pytest.approx(norm_of(grad), rel=1e-6, abs=0)
 
 
-@needs_a_compiler
-def test_compiled_does_not_lose_small_numbers_beside_large_ones():
+@needs_the_library
+def test_native_does_not_lose_small_numbers_beside_large_ones():
     grad = torch.cat([torch.full((3000,), 1e-25), torch.full((3000,), 1e25), torch.full((3000,), 1.0)])
-    assert total_norm(grad, backend="compiled").item() == pytest.approx(norm_of(grad), rel=1e-6, abs=0)
+    assert total_norm(grad, backend="native").item() == pytest.approx(norm_of(grad), rel=1e-6, abs=0)
 
 
-@needs_a_compiler
+@needs_the_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", [0, 1500, 2999])
-def test_compiled_shows_what_is_not_finite(dtype, bad, where):
+def test_native_shows_what_is_not_finite(dtype, bad, where):
     grad = random(3000, dtype=dtype)
     grad[where] = bad
-    norm = total_norm(grad, backend="compiled")
+    norm = total_norm(grad, backend="native")
     assert norm.isnan() if math.isnan(bad) else norm == math.inf
 
 
-@needs_a_compiler
+@needs_the_library
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_share_the_work_and_change_no_bit(threads, dtype, monkeypatch):
-    monkeypatch.setattr(_compiled, "_WORTH_A_THREAD", 2**17)
-    monkeypatch.setattr(_compiled, "_CHUNK", 2**16)
+    monkeypatch.setattr(_native, "_WORTH_A_THREAD", 2**17)
+    monkeypatch.setattr(_native, "_CHUNK", 2**16)
     grads = [random(300_001, dtype=dtype), random(1000, dtype=dtype, seed=1), random(2**17, dtype=dtype, seed=2)]
     norms = []
     for count in (1, 2, 3):
         threads(count)
-        norms.append(total_norm(grads, backend="compiled"))
+        norms.append(total_norm(grads, backend="native"))
     assert norms[0].item() == pytest.approx(norm_of(*grads), rel=1e-6, abs=0)
     assert torch.equal(norms[0], norms[1])
     assert torch.equal(norms[0], norms[2])
 
 
-@needs_a_compiler
-def test_large_gradients_on_the_cpu_are_measured_by_the_compiled_backend(monkeypatch):
+@needs_the_library
+def test_large_gradients_on_the_cpu_are_measured_by_the_native_backend(monkeypatch):
     used = []
-    compiled = _compiled.sums_of_squares
-    monkeypatch.setattr(_compiled, "sums_of_squares", lambda lists: used.append(len(lists)) or compiled(lists))
+    native = _native.sums_of_squares
+    monkeypatch.setattr(_native, "sums_of_squares", lambda lists: used.append(len(lists)) or native(lists))
     total_norm(random(1000))
     total_norm(random(2**20, dtype=torch.float64))
     assert used == []
@@ -109,38 +108,56 @@ def test_large_gradients_on_the_cpu_are_measured_by_the_compiled_backend(monkeyp
     assert [norm.item() for norm in norms.values()] == pytest.approx([norm_of(grad) for grad in grads.values()])
 
 
-def test_what_does_not_compile_is_measured_by_torch_with_one_warning(monkeypatch):
-    monkeypatch.setattr(_compiled, "_compiler", lambda: "false")
-    _compiled._library.cache_clear()
-    try:
-        with pytest.warns(RuntimeWarning, match="did not compile"):
-            norm = total_norm(random(3000), backend="compiled")
-        assert torch.equal(norm, total_norm(random(3000), backend="compiled"))
-        assert norm.item() == pytest.approx(norm_of(random(3000)), rel=1e-6, abs=0)
-    finally:
-        _compiled._library.cache_clear()
+@pytest.fixture
+def unloaded():
+    """As in a process that has not looked for the library yet."""
+    for found in (_native._loaded, _native.is_here):
+        found.cache_clear()
+    yield
+    for found in (_native._loaded, _native.is_here):
+        found.cache_clear()
 
 
-@needs_a_compiler
-def test_a_compiler_that_knows_no_special_flags_will_do(monkeypatch):
-    monkeypatch.setattr(_compiled, "_FLAGS", (("--no-such-flag",), ()))
-    library = _compiled._library.__wrapped__()
-    assert isinstance(library, ctypes.CDLL)
+def test_with_a_broken_compiler_torch_measures_large_gradients_with_one_warning(monkeypatch, unloaded):
+    monkeypatch.setattr(_native._library, "load", lambda source: "cc1: out of memory")
+    monkeypatch.setattr(_native._library, "missing", lambda source: None)
+    with pytest.warns(RuntimeWarning, match=r"stepstack_gradnorm: squares.c can't be used.*cc1: out of memory"):
+        norm = total_norm(random(2**20))
+    assert torch.equal(norm, total_norm(random(2**20)))
+    assert torch.equal(norm, total_norm(random(2**20), backend="torch"))
+    assert backends("cpu")["native"] == "cc1: out of memory"
+
+
+def test_with_a_broken_compiler_native_is_refused_who_asks_for_it(monkeypatch, unloaded):
+    monkeypatch.setattr(_native._library, "load", lambda source: "cc1: out of memory")
+    monkeypatch.setattr(_native._library, "missing", lambda source: None)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"backend 'native' does not measure these gradients: cc1: out of memory"):
+            total_norm(random(3), backend="native")
+
+
+def test_without_a_compiler_large_gradients_are_measured_by_torch_in_silence(monkeypatch, tmp_path, unloaded):
+    monkeypatch.setattr(_native, "_SOURCE", tmp_path / "squares.c")  # without a library beside it
+    monkeypatch.setattr(_native._library, "compiler", lambda: None)
+    assert "no C compiler" in backends("cpu")["native"]
+    assert total_norm(random(2**20)).item() == pytest.approx(norm_of(random(2**20)), rel=1e-6, abs=0)
+    with pytest.raises(ValueError, match=r"backend 'native' does not measure these gradients: .*no C compiler"):
+        total_norm(random(3), backend="native")
 
 
 def test_backends_say_why_they_are_not_here():
-    assert set(backends()) == {"torch", "compiled", "apex", "transformer_engine"}
+    assert set(backends()) == {"torch", "native", "apex", "transformer_engine"}
     assert backends("cpu")["torch"] is None
     assert "cuda" in backends("cpu")["apex"]
-    assert "cpu" in backends("cuda")["compiled"].lower()
+    assert "cpu" in backends("cuda")["native"].lower()
 
 
 @pytest.mark.parametrize(
     ("backend", "norm_type", "dtype", "words"),
     [
         ("fastest", 2, torch.float32, "fastest"),
-        ("compiled", 3, torch.float32, "norm_type=2"),
-        ("compiled", 2, torch.float64, "float64"),
+        ("native", 3, torch.float32, "norm_type=2"),
+        ("native", 2, torch.float64, "float64"),
     ],
 )
 def test_a_backend_that_can_not_is_refused(backend, norm_type, dtype, words):

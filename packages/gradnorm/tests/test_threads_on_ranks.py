@@ -1,20 +1,20 @@
 import pytest
 import torch
 
-from stepstack_gradnorm import _compiled, total_norm
+from stepstack_gradnorm import _native, total_norm
 from stepstack_testing import on_ranks
 
 
-@pytest.mark.skipif(_compiled.missing(torch.device("cpu")) is not None, reason="no C compiler here")
+@pytest.mark.skipif(_native.missing(torch.device("cpu")) is not None, reason="no library here")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ranks_may_be_forked_after_a_norm_was_measured_by_threads(monkeypatch, threads):
-    monkeypatch.setattr(_compiled, "_WORTH_A_THREAD", 2**17)
+    monkeypatch.setattr(_native, "_WORTH_A_THREAD", 2**17)
     before = torch.get_num_threads()
     grad = torch.ones(2**20)
 
     def measured(*rank):
         torch.set_num_threads(threads)
-        return total_norm(grad, backend="compiled").item()
+        return total_norm(grad, backend="native").item()
 
     try:
         assert measured() == 1024

@@ -6,10 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # Without errno and traps, which nobody here asks for, a square root is one instruction. Without contraction to fused
 # multiply-adds, which not every CPU has, all CPUs compute the same bits.
@@ -23,7 +23,7 @@ def load(source: Path) -> ctypes.CDLL | str:
     """The library of a source, or why there is none. Looks for it in the wheel, in the cache, then asks a compiler."""
     prebuilt = source.with_suffix(".so")
     try:
-        return ctypes.CDLL(str(prebuilt if prebuilt.exists() else _kept(source)))
+        return ctypes.CDLL(str(prebuilt)) if prebuilt.exists() else _kept(source)
     except (OSError, RuntimeError) as error:
         return str(error)
 
@@ -53,34 +53,31 @@ def translate(source: Path, target: Path, *several: tuple[str, ...]) -> None:
     raise RuntimeError(f"{' '.join(command)}\n{said}")
 
 
-def _kept(source: Path) -> Path:
+def _kept(source: Path) -> ctypes.CDLL:
     """The library in the cache, which is translated if it is not there. Many processes may do so at the same time."""
     if compiler() is None:
         raise RuntimeError(missing(source))
-    for folder in _folders():
-        target = folder / f"{source.stem}-{_key(source)}.so"
-        if target.exists():
-            return target
+    folder, name = _cache(), f"{source.stem}-{_key(source)}.so"
+    with suppress(OSError):  # none, or one that is cut off
+        return ctypes.CDLL(str(folder / name))
+    with ExitStack() as exits:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            beside = Path(tempfile.mkdtemp(prefix=f"{source.stem}-", dir=folder))
-        except OSError:
-            continue  # a read-only home
-        try:
-            translate(source, beside / target.name, *_HERE)
-            os.replace(beside / target.name, target)  # whole, or not at all; the last one wins
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-        return target
-    raise RuntimeError(f"there is no folder to keep the library of {source.name} in")
+            beside = exits.enter_context(TemporaryDirectory(prefix=f"{source.stem}-", dir=folder))
+        except OSError:  # a read-only home
+            beside = exits.enter_context(TemporaryDirectory(prefix="stepstack-"))
+        made = Path(beside, name)
+        translate(source, made, *_HERE)
+        library = ctypes.CDLL(str(made))  # which stays when its file goes
+        with suppress(OSError):  # another file system
+            os.replace(made, folder / name)  # whole, or not at all; the last one wins
+    return library
 
 
-def _folders() -> Iterator[Path]:
-    """Where it may be kept: the user's cache, or else a folder of this process and its forks."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(cache_home):
-        yield Path(cache_home) / "stepstack"
-    yield Path(tempfile.mkdtemp(prefix="stepstack-"))
+def _cache() -> Path:
+    """The user's cache, where libraries are kept."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "stepstack")
 
 
 def _key(source: Path) -> str:
