@@ -98,8 +98,7 @@ def isolated(session, name):
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     if platform.system() == "Linux" and (FOLDERS[name] / "hatch_build.py").exists():
         # It brings a library, and is tested with it: without a compiler that could make another one.
-        session.env |= {"PATH": session.bin, "STEPSTACK_PREBUILT": "1"}
-        session.env.pop("CC", None)
+        session.env.update(PATH=session.bin, CC="", STEPSTACK_PREBUILT="1")
     # Not `python -m pytest`, which would put the current folder on the path.
     session.run("pytest", FOLDERS[name] / "tests", *session.posargs)
 
