@@ -41,6 +41,64 @@ def test_neighbours_are_joined_in_any_order():
     assert (run.data_ptr(), run.shape) == (buffer.data_ptr(), (12,))
 
 
+def test_buffers_that_touch_in_memory_are_joined_each_by_itself():
+    memory = torch.zeros(40)
+    buffers = [torch.from_dlpack(part) for part in memory.split(20)]  # two storages, one behind the other
+    tensors = [part for buffer in buffers for part in buffer.split(2)]
+    assert [run.numel() for run in local_runs(tensors)[CPU, torch.float32]] == [20, 20]
+
+
+MANY = 12  # enough to be asked all at once
+
+
+@pytest.mark.parametrize(
+    "change", ["data", "set_", "resize_", "transpose", "died", "dtype", "repeated", "empty", "sparse"]
+)
+def test_what_has_changed_between_two_calls_is_measured_as_it_is(change):
+    buffer = torch.arange(1.0, 4 * MANY + 1)
+    tensors = [*buffer.split(4)]
+    assert total_norm(tensors).item() == pytest.approx(buffer.norm().item())
+    if change == "data":
+        tensors[3].data = torch.full((4,), 7.0)
+    elif change == "set_":
+        tensors[3].set_(torch.full((2,), 7.0))
+    elif change == "resize_":
+        tensors[3].resize_(2)
+    elif change == "transpose":
+        tensors[3].as_strided_((2,), (2,))
+    elif change == "died":
+        tensors.pop(3)
+        tensors.insert(3, torch.full((4,), 7.0))
+    elif change == "dtype":
+        tensors[3] = tensors[3].view(torch.bfloat16)
+    elif change == "repeated":
+        tensors[3] = tensors[4].view(2, 2)
+    elif change == "empty":
+        tensors[3] = tensors[3][:0]
+    else:
+        tensors[3] = tensors[3].to_sparse()
+    distinct = [tensor for tensor in tensors if change != "repeated" or tensor is not tensors[3]]
+    flat = torch.cat([tensor.to_dense().double().flatten() for tensor in distinct])
+    assert total_norm(tensors).item() == pytest.approx(flat.norm().item(), rel=1e-6)
+    runs = local_runs(tensors)
+    assert sum(run.numel() for several in runs.values() for run in several) == len(flat)
+
+
+def test_many_tensors_twice_count_once():
+    buffer = torch.ones(4 * MANY)
+    tensors = [*buffer.split(4)]
+    assert total_norm([*tensors, *tensors]).item() == pytest.approx(buffer.norm().item())
+    assert total_norm([Part(tensors), Part(tensors), *tensors]).item() == pytest.approx(buffer.norm().item())
+    assert total_norm([buffer[:4].view(2, 2), *tensors]).item() == pytest.approx(buffer.norm().item())
+
+
+def test_of_many_lazy_negatives_the_memory_is_given():
+    number = torch.ones(4 * MANY, dtype=torch.complex64)
+    tensors = [*number.conj().imag.split(4)]
+    assert all(map(torch.Tensor.is_neg, tensors))
+    assert not any(map(torch.Tensor.is_neg, local_runs(tensors)[CPU, torch.float32]))
+
+
 def test_a_gap_another_storage_device_or_dtype_ends_a_run():
     one, other = torch.zeros(10), torch.zeros(10)
     tensors = [one[4:7], one[:4], one[8:], other[:5], other[5:].view(5, 1)]

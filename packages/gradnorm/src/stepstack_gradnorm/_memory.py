@@ -1,7 +1,7 @@
 """The memory of gradients on this rank: every element once, neighbours joined into one flat view."""
 
-from collections.abc import Hashable
-from itertools import pairwise
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -13,6 +13,9 @@ from stepstack_gradnorm._part import Grads, in_parts
 
 Place: TypeAlias = tuple[torch.device, torch.dtype]
 Seen: TypeAlias = dict[Hashable, Tensor]  # by where their memory starts
+
+_MANY = 8  # tensors, from which on questions to all at once take less than one by one
+_device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
 @torch.no_grad()
@@ -27,7 +30,7 @@ def local_runs(grads: Grads) -> dict[Place, list[Tensor]]:
     memory = Memory()
     seen: Seen = {}
     for tensors, _ in in_parts(grads):
-        for tensor in tensors:
+        for tensor in () if memory.add_all(tensors, seen) else tensors:
             is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
             memory.add(tensor if is_plain else _existing(local_tensor(tensor)), seen)
     return memory.runs()
@@ -45,6 +48,30 @@ class Memory:
     def __init__(self) -> None:
         self.dtypes: set[torch.dtype] = set()  # of empty tensors too
         self._places: dict[Place, tuple[list[Tensor], list[int]]] = {}
+
+    def add_all(self, tensors: Sequence[Tensor], seen: Seen) -> bool:
+        """Add many as `add` does, at once: plain contiguous ones of one place, none empty, none at a place seen before.
+
+        False, and nothing has changed, if they are not so. Nothing is kept from one call to the next: a plan would have
+        to ask nearly as much of each tensor to be safe from `.data`, `set_`, `resize_` and ids that are used again.
+        """
+        if len(tensors) < _MANY or {*map(type, tensors)} != {Tensor} or not all(map(Tensor.is_contiguous, tensors)):
+            return False
+        place = tensors[0].device, tensors[0].dtype
+        if {*map(_device, tensors)} != {place[0]} or {*map(_dtype, tensors)} != {place[1]}:
+            return False
+        try:
+            starts = [*map(Tensor.data_ptr, tensors)]  # 0 of an empty one
+        except RuntimeError:  # sparse
+            return False
+        if not all(starts) or len({*starts}) < len(starts) or not seen.keys().isdisjoint(starts):
+            return False
+        seen.update(zip(starts, tensors, strict=True))
+        self.dtypes.add(place[1])
+        there, known = self._places.setdefault(place, ([], []))
+        there.extend(tensors)
+        known.extend(starts)
+        return True
 
     def add(self, tensor: Tensor, seen: Seen, content: Tensor | None = None) -> bool:
         """Add a tensor (or its content), unless it is empty or has been seen: the same elements of the same memory.
@@ -84,7 +111,7 @@ class Memory:
 
     def runs(self) -> dict[Place, list[Tensor]]:
         """The tensors, where those that are dense neighbours in one storage are one flat view."""
-        return {place: _joined([*map(_beneath, tensors)], starts) for place, (tensors, starts) in self._places.items()}
+        return {place: _joined(_all_beneath(tensors), starts) for place, (tensors, starts) in self._places.items()}
 
 
 def start(tensor: Tensor) -> int:
@@ -111,30 +138,36 @@ def is_dense(tensor: Tensor) -> bool:
 
 def _joined(tensors: list[Tensor], starts: list[int]) -> list[Tensor]:
     size = tensors[0].element_size()
-    ends = [start + size * tensor.numel() for start, tensor in zip(starts, tensors, strict=True)]
-    if set(ends).isdisjoint(starts):
+    ends = [start + size * numel for start, numel in zip(starts, map(Tensor.numel, tensors), strict=True)]
+    if {*ends}.isdisjoint(starts):
         return tensors
+    dense = [True] * len(tensors) if all(map(Tensor.is_contiguous, tensors)) else [*map(is_dense, tensors)]
     order = sorted(range(len(tensors)), key=starts.__getitem__)
-    joined = [[tensors[order[0]]]]
-    for one, other in pairwise(order):
-        if starts[one] > 0 and ends[one] == starts[other] and _are_parts(tensors[one], tensors[other]):
-            joined[-1].append(tensors[other])
-        else:
-            joined.append([tensors[other]])
-    return [view for run in joined for view in _one_view(run)]
+    runs, first, last, limit = [], order[0], order[0], -1
+    for at in order[1:]:
+        if ends[last] == starts[at] and starts[first] > 0 and dense[last] and dense[at]:
+            if limit < 0:
+                limit = _end_of_storage(tensors[first], starts[first])
+            if ends[at] <= limit:  # that of the first, so this one lies in it
+                last = at
+                continue
+        runs.append((first, last))
+        first, last, limit = at, at, -1
+    runs.append((first, last))
+    return [
+        tensors[first] if first == last else tensors[first].as_strided(((ends[last] - starts[first]) // size,), (1,))
+        for first, last in runs
+    ]
 
 
-def _one_view(run: list[Tensor]) -> list[Tensor]:
-    """Neighbours as one flat view, if the storage of the first knows of them all."""
-    first, elements = run[0], sum(tensor.numel() for tensor in run)
-    if len(run) == 1 or first.untyped_storage().nbytes() < (first.storage_offset() + elements) * first.element_size():
-        return run
-    return [first.as_strided((elements,), (1,))]
+def _end_of_storage(tensor: Tensor, start: int) -> int:
+    return start - int(tensor.storage_offset()) * tensor.element_size() + int(tensor.untyped_storage().nbytes())
 
 
-def _are_parts(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that meet in memory are dense parts of one storage, which holds what they are."""
-    return one.storage_offset() + one.numel() == other.storage_offset() and is_dense(one) and is_dense(other)
+def _all_beneath(tensors: list[Tensor]) -> list[Tensor]:
+    if any(map(Tensor.is_neg, tensors)) or (tensors[0].is_complex() and any(map(Tensor.is_conj, tensors))):
+        return [*map(_beneath, tensors)]
+    return tensors
 
 
 def _beneath(tensor: Tensor) -> Tensor:

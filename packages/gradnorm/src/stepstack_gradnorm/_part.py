@@ -44,8 +44,12 @@ def in_parts(grads: Grads, name: str = "a gradient") -> Iterator[tuple[Sequence[
 
     TypeError, with the name, for what can't be a gradient.
     """
+    items = (grads,) if isinstance(grads, Part) else [*_listed(grads)]
+    if {*map(type, items)} == {Tensor}:  # the common case, quickly
+        yield _checked(items, name), None
+        return
     loose: list[object] = []
-    for item in (grads,) if isinstance(grads, Part) else _listed(grads):
+    for item in items:
         if isinstance(item, Part):
             yield _checked(loose, name), None
             yield _checked(item.tensors, name), item
@@ -55,7 +59,9 @@ def in_parts(grads: Grads, name: str = "a gradient") -> Iterator[tuple[Sequence[
     yield _checked(loose, name), None
 
 
-def _checked(grads: Sequence[object], name: str) -> list[Tensor]:
+def _checked(grads: Sequence[object], name: str) -> Sequence[Tensor]:
+    if {*map(type, grads)} == {Tensor} and all(map(Tensor.is_floating_point, grads)):  # type: ignore[arg-type]
+        return grads  # type: ignore[return-value]
     return [grad if type(grad) is Tensor and grad.is_floating_point() else _gradient(grad, name) for grad in grads]
 
 

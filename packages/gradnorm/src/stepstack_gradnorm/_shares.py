@@ -1,6 +1,6 @@
 """Who holds what: items become local tensors, sorted by the groups whose ranks hold the other pieces."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -48,10 +48,13 @@ class Shares:
     def __iter__(self) -> Iterator[Share]:
         return iter(self._shares.values())
 
-    def add(self, tensors: Iterable[Tensor], part: Part | None, label: Hashable, seen: Seen) -> None:
+    def add(self, tensors: Sequence[Tensor], part: Part | None, label: Hashable, seen: Seen) -> None:
         """Put the tensors of a Part, or of this process, where they belong. What has been seen already is left out."""
         names: frozenset[str] = frozenset() if part is None else self._of_part(part)
         own = self._share(label, names)  # there on every rank, also where it is empty
+        if own.memory.add_all(tensors, seen):
+            self._has_own |= part is None
+            return
         has_own = False
         for tensor in tensors:
             if type(tensor) is not Tensor and isinstance(tensor, DTensor):
