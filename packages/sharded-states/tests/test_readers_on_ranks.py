@@ -382,3 +382,60 @@ def test_exported_traced_and_scripted_models_read_what_has_arrived():
         return right
 
     assert on_ranks(2, check, timeout=100) == [[True] * 6] * 2
+
+
+def grown(param):
+    return torch.nn.Parameter(param, requires_grad=False).square()
+
+
+def reduced(param):
+    found = param.new_zeros(param.shape)
+    torch.distributed.all_gather([found.clone(), found], param)
+    return found
+
+
+READERS = {
+    "Parameter(p)": grown,
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor) * 1,
+    "detach": lambda p: p.detach() * 1,
+    "vmap": lambda p: torch.func.vmap(lambda row: row * 2)(p),
+    "jacfwd": torch.func.jacfwd(lambda p: p.square().sum()),
+}
+if hasattr(torch.distributed.distributed_c10d, "has_torch_function"):
+    READERS["all_gather"] = reduced
+
+
+def test_who_reads_a_parameter_past_torchs_operations_waits_where_it_can_be_seen():
+    def check(rank):
+        wrong = []
+        for name, read in READERS.items():
+            model, optimizer = made()
+            optimizer.overlap_gather(model)
+            step(model, optimizer)
+            pending = len(optimizer._gather._pending)
+            seen = read(model.first.weight)
+            if len(optimizer._gather._pending) != pending - 1 or type(model.first.weight) is not nn.Parameter:
+                wrong.append((name, "does not wait"))
+            optimizer.synchronize()
+            if not torch.equal(seen, read(model.first.weight)):
+                wrong.append((name, "differs"))
+        with pytest.raises(RuntimeError, match="weakref"):
+            torch.utils.swap_tensors(model.first.weight, torch.zeros(8, 8))
+        return wrong
+
+    assert on_ranks(2, check) == [[]] * 2
+
+
+def test_a_parameter_made_of_a_pending_one_is_what_it_is_of_a_plain_one():
+    def check(rank):
+        model, optimizer = made()
+        optimizer.overlap_gather(model)
+        step(model, optimizer)
+        new = [nn.Parameter(model.first.weight), nn.Parameter(model.second.weight, False)]
+        old = [model.first.weight, model.second.weight]
+        return [
+            (type(n), n.requires_grad, n.is_leaf, n.grad_fn, n.data_ptr() == o.data_ptr())
+            for n, o in zip(new, old, strict=True)
+        ]
+
+    assert on_ranks(2, check) == [[(nn.Parameter, True, True, None, True), (nn.Parameter, False, True, None, True)]] * 2

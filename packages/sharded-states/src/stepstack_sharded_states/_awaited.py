@@ -5,10 +5,11 @@ While a gather is pending, the parameters of its bucket are of a class of their 
 gather is over they are plain parameters again, and cost what they cost.
 
 What reads a tensor without asking its class is not seen here: C++ that is called past torch's operations, transforms
-of `torch.func`, collectives of the parameter itself. Modules' forward hooks wait for the first two, where they can.
+of `torch.func`, constructors such as `torch.tensor`. Modules' forward hooks wait for the first two, where they can.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,17 @@ class Awaited(Parameter):
             if issubclass(kind, Awaited):
                 kind.arrive()
         return func(*args, **(kwargs or {}))
+
+    def detach(self) -> Any:
+        type(self).arrive()
+        # `Parameter(param)` has taken this for a tensor of another class, and wants one of the same class back, which
+        # is the plain parameter's by now.
+        made = sys._getframe(1).f_code is Parameter.__new__.__code__
+        return Parameter(self, self.requires_grad) if made else self.detach()
+
+    def as_subclass(self, cls: Any) -> Any:
+        type(self).arrive()
+        return self.as_subclass(cls)  # which asks no class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         type(self).arrive()

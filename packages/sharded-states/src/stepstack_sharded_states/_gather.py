@@ -129,6 +129,8 @@ class Gather:
             pending = self._pending.get(bucket)
             if pending is not None:
                 try:
+                    # On a GPU this orders the current stream, the reader's, and no other: then all find plain
+                    # parameters, so a second stream that reads them has to wait for the first, as for any tensor.
                     pending.wait()
                 finally:
                     self._pending.pop(bucket, None)
