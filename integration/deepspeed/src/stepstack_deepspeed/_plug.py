@@ -35,8 +35,9 @@ def plug(engine: Any, *, norm: bool = True, clip: bool = True, optimizer: bool =
     - `norm`: the global gradient norm is that of all groups and sub-groups, accumulated in fp64 out of what is in the
       gradient buffers when the step begins, by one all-reduce. `engine.get_global_grad_norm()` is a 0-d fp32 tensor in
       every stage: before clipping, without the loss scale, on the CPU under optimizer offload. If it is not finite, the
-      step is skipped in every stage and dtype: nothing changes, `was_step_applied()` is False, the schedule stays. In
-      the first step it is compared with DeepSpeed's own (RuntimeError if they differ).
+      step is skipped in every stage and dtype: nothing changes, `was_step_applied()` is False, the schedule stays
+      (unless `bf16.check_grad_overflow` is false in stages 1 and 2: then the step is made, as DeepSpeed does). In the
+      first step it is compared with DeepSpeed's own (RuntimeError if they differ).
     - `clip`: gradients are divided by loss scale ÷ clip coefficient, a number on the device. The scale is the one that
       the loss was multiplied by, also when it grows in this step.
     - `optimizer`: `FusedAdamW` makes the update, with that number as its `grad_scale`, so the gradient is not rewritten
@@ -69,7 +70,7 @@ class Plug:
 
     def __init__(self, engine: Any, seam: Seam) -> None:
         self.engine = engine
-        self._seam = seam
+        self._seam: Seam | None = None  # once it is attached
         self._overrides = Overrides()
         self._overrides.replace(engine, "stepstack_plug", self)
         try:
@@ -77,9 +78,13 @@ class Plug:
         except BaseException:
             self.remove()
             raise
+        self._seam = seam
 
     def remove(self) -> None:
         """Give the engine its own methods and attributes back; weights and states stay as trained. Twice is once."""
+        seam, self._seam = self._seam, None
+        if seam is not None:
+            seam.hand_back()
         self._overrides.restore()
 
     def __enter__(self) -> "Plug":

@@ -75,18 +75,20 @@ class _Borrowed:
         self._counts: dict[Tensor, int] = {}
 
     def step_(self, group: dict[str, Any], owner: Any, grad_scale: Tensor | float | None) -> None:
+        if hasattr(owner, "multi_tensor_adam"):  # DeepSpeed's FusedAdam, whose elastic checkpoints need this key
+            group.setdefault("step", 0)
         self._adam.param_groups[0].update({name: group[name] for name in _NUMBERS if name in group})
         stepped = [param for param in self._params if _gradient(param) is not None]
         for param in stepped:
-            self._borrow(param, owner, bool(group.get("amsgrad")))
+            self._borrow(param, owner, group)
         _step(self._adam, grad_scale)
         for param in stepped:
             self._give_back(param, owner.state[param])
 
-    def _borrow(self, param: Tensor, owner: Any, amsgrad: bool) -> None:
+    def _borrow(self, param: Tensor, owner: Any, group: dict[str, Any]) -> None:
         theirs = owner.state[param]
         if not theirs:
-            theirs.update(_first_state(owner, param, amsgrad))
+            theirs.update(_first_state(owner, param, group))
         ours = self._adam.state[param]
         same = all(ours.get(name) is theirs.get(name) for name in _MOMENTS)
         if same and (ours["step"] is theirs["step"] or self._counts.get(param) == _count(theirs["step"])):
@@ -135,11 +137,11 @@ def _is_ours(step: Any, param: Tensor) -> bool:
     return isinstance(step, Tensor) and (step.device, step.dtype, step.shape) == (param.device, torch.float32, ())
 
 
-def _first_state(owner: Any, param: Tensor, amsgrad: bool) -> dict[str, Any]:
+def _first_state(owner: Any, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     """As the owner would begin it."""
     is_torch = type(owner).__module__.startswith("torch.")
     keeps_fp32 = getattr(owner, "fp32_optimizer_states", False)
     moment = torch.zeros_like(param, dtype=torch.float32 if keeps_fp32 else None, requires_grad=False)
-    state = {"step": torch.zeros((), dtype=torch.float32) if is_torch else 0}
-    names = _MOMENTS if amsgrad else _MOMENTS[:2]
+    state = {"step": torch.zeros((), dtype=torch.float32) if is_torch else group.get("step", 0)}
+    names = _MOMENTS if group.get("amsgrad") else _MOMENTS[:2]
     return state | {name: torch.zeros_like(moment) for name in names}

@@ -49,6 +49,22 @@ class Seam:
         if "scale_if_loss" in self.signatures:
             self._stock_scale_if_loss = overrides.replace(self.optimizer, "scale_if_loss", self._scale_if_loss)
 
+    def hand_back(self) -> None:
+        """Before all of it is put back: make up for what a stock step would need and plugged was not done."""
+
+    def replace_in_steps(self, overrides: Overrides, name: str, ours: Callable[..., Any]) -> None:
+        """Replace a method of the optimizer while it steps. Whoever calls it at another time gets DeepSpeed's own."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return ours(*args, **kwargs) if self.is_stepping else stock(*args, **kwargs)
+
+        stock = overrides.replace(self.optimizer, name, called)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether this is within a step."""
+        return self._multiplied_by is not None
+
     def step(self) -> Any:
         """What is to be done in a step, and returned."""
         raise TypeError(f"{type(self).__name__} makes no steps")

@@ -43,7 +43,11 @@ class Fp32(_WholeStep):
         optimizer = self.optimizer
         overrides.replace(optimizer, "overflow", False)
         overrides.replace(optimizer, "_global_grad_norm", None)
-        overrides.replace(self.engine, "clip_fp32_gradients", lambda: None)  # the step does it
+        self._clip_now = overrides.replace(self.engine, "clip_fp32_gradients", self._clip_fp32_gradients)
+
+    def _clip_fp32_gradients(self) -> None:
+        if not self.engine._running_engine_step:  # in a step of the engine, that of the optimizer does it
+            self._clip_now()
 
     def loss_scale(self) -> float:
         return 1.0

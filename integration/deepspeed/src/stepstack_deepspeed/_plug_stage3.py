@@ -1,7 +1,7 @@
 """ZeRO stage 3: parameters, gradients and states in sub-groups, each rank with its partition of every one."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,13 @@ class Stage3(Seam):
         "check_overflow": ("partition_gradients",),
         "_constant_buffered_norm2": ("input", "buffer_size"),
         "_get_norm_groups": (),
+        "_offload_grad_partition_at_boundary": (
+            "param",
+            "grad_buffer",
+            "offload_fp32_gradients",
+            "offload_fp32_offsets",
+        ),
+        "complete_grad_norm_calculation_for_cpu_offload": ("params",),
         "unscale_and_clip_grads": ("sub_group_id", "total_norm"),
         "_prepare_fp32_grad_for_sub_group": ("sub_group_id",),
         "_optimizer_step": ("sub_group_id",),
@@ -46,18 +53,54 @@ class Stage3(Seam):
 
     def attach(self, overrides: Overrides) -> None:
         super().attach(overrides)
+        self._is_at_boundary = False
         optimizer = self.optimizer
         self._epilogue = overrides.replace(optimizer, "backward_epilogue", self._backward_epilogue)
         if self.norm:
-            overrides.replace(optimizer, "_get_norm_groups", self._get_norm_groups)
-            overrides.replace(optimizer, "check_overflow", lambda partition_gradients=True: None)  # the norm tells
-            overrides.replace(optimizer, "_constant_buffered_norm2", lambda input, buffer_size=0: 0.0)  # nobody asks
+            self.replace_in_steps(overrides, "_get_norm_groups", self._get_norm_groups)
+            self.replace_in_steps(overrides, "check_overflow", lambda partition_gradients=True: None)  # the norm tells
+            if optimizer.offload_optimizer:  # a norm and a wait for each gradient: made up for when somebody asks
+                overrides.replace(optimizer, "_constant_buffered_norm2", self._norm2)
+                name = "_offload_grad_partition_at_boundary"
+                self._stock_at_boundary = overrides.replace(optimizer, name, self._at_boundary)
+                name = "complete_grad_norm_calculation_for_cpu_offload"
+                self._norm_of_backward = overrides.replace(optimizer, name, self._norm_for_cpu_offload)
         if self.clip:
-            overrides.replace(optimizer, "unscale_and_clip_grads", self._unscale_and_clip_grads)
+            self.replace_in_steps(overrides, "unscale_and_clip_grads", self._unscale_and_clip_grads)
         if self.inner is not None:
-            overrides.replace(optimizer, "_optimizer_step", self._optimizer_step)
+            self.replace_in_steps(overrides, "_optimizer_step", self._optimizer_step)
             if self.clip:
-                overrides.replace(optimizer, "_prepare_fp32_grad_for_sub_group", self._prepare_grad)
+                self.replace_in_steps(overrides, "_prepare_fp32_grad_for_sub_group", self._prepare_grad)
+
+    def hand_back(self) -> None:
+        if self.norm and self.optimizer.offload_optimizer:
+            self._measure(self.optimizer.norm_for_param_grads)
+
+    def _at_boundary(self, *args: Any, **kwargs: Any) -> None:
+        self._is_at_boundary = True
+        try:
+            self._stock_at_boundary(*args, **kwargs)
+        finally:
+            self._is_at_boundary = False
+
+    def _norm2(self, input: Tensor, buffer_size: int = 250_000_000) -> Any:
+        if self._is_at_boundary:
+            return 0.0
+        return type(self.optimizer)._constant_buffered_norm2(self.optimizer, input, buffer_size)
+
+    def _norm_for_cpu_offload(self, params: Any) -> Tensor:
+        self._measure(self.optimizer.norm_for_param_grads)
+        norm: Tensor = self._norm_of_backward(params)
+        return norm
+
+    def _measure(self, names: Container[int]) -> None:
+        """The norms that DeepSpeed makes in each backward, out of what is in the buffers."""
+        optimizer = self.optimizer
+        for param in (param for group in optimizer.fp16_groups for param in group):
+            name = optimizer.get_param_id(param)
+            if name in names:
+                *_, grad = self._buffers(param)
+                optimizer.norm_for_param_grads[name] = self._norm2(grad)
 
     def step(self) -> None:
         self.stock_step()
@@ -96,11 +139,7 @@ class Stage3(Seam):
     def _stock_norm(self) -> Tensor:
         optimizer, stock = self.optimizer, type(self.optimizer)
         if optimizer.offload_optimizer:  # its norms are those of the backward; what is in the buffers now counts
-            for group in optimizer.fp16_groups:
-                for param in group:
-                    *_, grad = self._buffers(param)
-                    name = optimizer.get_param_id(param)
-                    optimizer.norm_for_param_grads[name] = stock._constant_buffered_norm2(optimizer, grad)
+            self._measure(optimizer.grad_position)
         return combined(stock._get_norm_groups(optimizer))
 
     def _unscale_and_clip_grads(self, sub_group_id: int, total_norm: Tensor) -> None:
