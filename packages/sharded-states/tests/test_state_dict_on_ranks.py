@@ -110,7 +110,7 @@ def test_all_ranks_say_so_where_one_was_given_a_share_of_another_rank_or_of_anot
         shares = [None, None]
         torch.distributed.all_gather_object(shares, share)
         before = copy.deepcopy(share["state"])
-        with pytest.raises(ValueError, match=r"rank 1: this state dict doesn't fit: it must be the same rank's"):
+        with pytest.raises(ValueError, match=r"rank 1: this state dict doesn't fit: .* consolidate_state_dict\(\)"):
             optimizer.load_state_dict(shares[0])
         with pytest.raises(ValueError, match=rf"rank {rank}: some ranks were given whole states and others a share"):
             optimizer.load_state_dict(whole if rank else share)

@@ -40,7 +40,8 @@ def to_inner(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
         difference = _difference(cut, state_dict.get("cut"), groups)
         raise ValueError(
             f"{this_rank()}: this state dict doesn't fit: it must be the same rank's, of a run with as many ranks, the "
-            f"same parameters in the same memory format, and the same buckets; {difference}"
+            f"same parameters in the same memory format, and the same buckets; {difference}. A whole one, saved after "
+            "consolidate_state_dict() on all ranks, fits any number of them"
         )
     if state_dict.get("masters") != _masters(groups):
         raise ValueError(
