@@ -47,6 +47,12 @@ def test_other_optimizers_are_refused_by_name(name):
         plug(DeepSpeedEngine(type(name, (), {})()))
 
 
+@pytest.mark.parametrize("optimizer", [None, type("DummyOptim", (), {})()], ids=["None", "DummyOptim"])
+def test_an_engine_without_an_optimizer_is_refused_with_what_to_do(optimizer):
+    with pytest.raises(TypeError, match=r"no optimizer; give deepspeed\.initialize one"):
+        plug(DeepSpeedEngine(optimizer))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

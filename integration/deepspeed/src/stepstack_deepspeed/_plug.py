@@ -110,7 +110,7 @@ def _check_engine(engine: Any) -> None:
         ("torch_autocast in fp16", _has_autocast_scaler(engine)),
     ):
         if is_so:
-            raise ValueError(f"plug does not handle engines with {what}")
+            raise ValueError(f"plug does not handle engines with {what}: turn it off, or train without plug")
 
 
 def _has_autocast_scaler(engine: Any) -> bool:
@@ -128,6 +128,10 @@ def _check_version(version: str) -> None:
 def _seam_class(engine: Any) -> type[Seam]:
     optimizer = engine.optimizer
     name = type(optimizer).__name__
+    if name in ("NoneType", "DummyOptim"):
+        raise TypeError(
+            "plug: this engine has no optimizer; give deepspeed.initialize one, by its config or as argument"
+        )
     if name in _SEAMS:
         seam_class = _SEAMS[name]
     elif isinstance(optimizer, torch.optim.Optimizer):
