@@ -58,7 +58,12 @@ def added_to(params, optimizer):
         param.grad.add_(param.detach(), alpha=0.1)
 
 
-IN_GROUPS = [scaled_in_groups, forgotten_in_groups, zeroed_in_groups, scaled_in_both]
+def decayed_in_groups(params, optimizer):
+    for param in in_groups(optimizer):
+        param.data = param.data.mul(0.9)
+
+
+IN_GROUPS = [scaled_in_groups, forgotten_in_groups, zeroed_in_groups, scaled_in_both, decayed_in_groups]
 IN_MODEL = [given_other_memory, given_other_memory_twice, added_to]
 
 

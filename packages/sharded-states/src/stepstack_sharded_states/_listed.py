@@ -31,6 +31,15 @@ class _Listed:
     def requires_grad(self, value: bool) -> None:
         self.of.requires_grad = value
 
+    @property
+    def data(self) -> Tensor:
+        return self.plain.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        with torch.no_grad():  # it is the model's memory, and stays there
+            self.plain.copy_(other)
+
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.of.requires_grad_(requires_grad)
         return self
