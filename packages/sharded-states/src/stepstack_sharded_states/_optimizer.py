@@ -1,5 +1,6 @@
 """`ShardedOptimizer`: the optimizer that a training loop holds."""
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +29,7 @@ from stepstack_sharded_states._params import (
     read_groups,
     refuse,
 )
-from stepstack_sharded_states._saving import SavedStates
+from stepstack_sharded_states._saving import SavedStates, refuse_to_be_looked_up
 
 
 class ShardedOptimizer(SavedStates):
@@ -173,6 +174,7 @@ class ShardedOptimizer(SavedStates):
         Other keyword arguments go to `step` of the inner optimizer.
         """
         self._backward.check_open()
+        refuse_to_be_looked_up(sys._getframe(1))
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -46,7 +46,7 @@ class SavedStates(Optimizer):
 
         Calls the hooks of `register_state_dict_pre_hook` and `register_state_dict_post_hook`, on this rank.
         """
-        _refuse_to_be_looked_up(sys._getframe(1))
+        refuse_to_be_looked_up(sys._getframe(1))
         if self._whole is None and self._inner.state and not self._warned_of_share:
             shares = max(ranks.shards for ranks in self._distribution.ranks)
             if shares > 1:
@@ -244,9 +244,14 @@ def _check_rank(to: int | None, size: int) -> None:
         )
 
 
-def _refuse_to_be_looked_up(caller: FrameType) -> None:
-    """Raise NotImplementedError for functions of torch's that would find nothing, and say `KeyError: 0`."""
-    if caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+def refuse_to_be_looked_up(caller: FrameType | None) -> None:
+    """Raise NotImplementedError for functions of torch's that would find nothing, and say `KeyError: 0`.
+
+    They call from here, or from behind the two wrappers that torch puts around a step.
+    """
+    frames = [caller, behind := caller and caller.f_back, behind and behind.f_back]
+    names = [frame.f_globals.get("__name__") for frame in frames if frame is not None]
+    if "torch.distributed.checkpoint.state_dict" in names:
         raise NotImplementedError(
             f"{this_rank()}: get_optimizer_state_dict and get_state_dict look for the model's parameters in "
             "param_groups, where a ShardedOptimizer has shards of them: save its sharded_state_dict(), which has the "
