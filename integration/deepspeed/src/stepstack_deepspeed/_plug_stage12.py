@@ -24,6 +24,7 @@ class Stage12(Seam):
         "update_offload_overflow_tracker": ("grad",),
         "set_norm_for_param_grad_in_gpu": ("param",),
         "complete_grad_norm_calculation_for_cpu_offload": ("params",),
+        "_finalize_cpu_offload_gradient_accumulation": (),
         "has_overflow": ("partition_gradients",),
         "scaled_global_norm": ("norm_type",),
         "unscale_and_clip_grads": ("grad_groups_flat", "total_norm"),
@@ -47,6 +48,7 @@ class Stage12(Seam):
         self._stale_are_zero = False
         if optimizer.cpu_offload:
             self._epilogue = overrides.replace(optimizer, "backward_epilogue", self._backward_epilogue)
+            self._zero_earlier_sums()
         if self.norm:
             self.replace_in_steps(overrides, "scaled_global_norm", self._scaled_global_norm)
             overrides.replace(optimizer, "compute_grad_norm", True)
@@ -99,7 +101,25 @@ class Stage12(Seam):
     def _backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         self._epilogue(*args, **kwargs)
         if self.optimizer.is_gradient_accumulation_boundary():
+            self._copy_sums()
             self._zero_stale()
+        else:
+            self._zero_earlier_sums()
+
+    def _zero_earlier_sums(self) -> None:
+        """What later micro-batches are added to is the sum of an earlier step where this one has no gradient yet."""
+        optimizer = self.optimizer
+        for name in optimizer.accumulated_grads_in_cpu.keys() - optimizer._offload_accumulated_param_ids:
+            optimizer.accumulated_grads_in_cpu[name].zero_()
+
+    def _copy_sums(self) -> None:
+        """DeepSpeed copies the sums of the parameters that the last micro-batch uses; here are the others'."""
+        optimizer = self.optimizer
+        used = optimizer._offload_accumulated_param_ids
+        if missing := used - optimizer.norm_for_param_grads.keys():
+            optimizer._offload_accumulated_param_ids = missing
+            optimizer._finalize_cpu_offload_gradient_accumulation()
+            optimizer._offload_accumulated_param_ids = used
 
     def _zero_stale(self) -> None:
         """Parameters without a gradient in this step have that of an earlier one in the buffers on the CPU."""

@@ -30,6 +30,7 @@ class Stage3(Seam):
             "offload_fp32_offsets",
         ),
         "complete_grad_norm_calculation_for_cpu_offload": ("params",),
+        "_finalize_offload_gradient_accumulation": (),
         "unscale_and_clip_grads": ("sub_group_id", "total_norm"),
         "_prepare_fp32_grad_for_sub_group": ("sub_group_id",),
         "_optimizer_step": ("sub_group_id",),
@@ -114,6 +115,23 @@ class Stage3(Seam):
                 if param.ds_id not in optimizer._offload_boundary_param_ids:
                     for grad in self._buffers(param):
                         grad.zero_()
+        if optimizer.offload_optimizer and optimizer.is_gradient_accumulation_boundary():
+            self._copy_sums()
+
+    def _copy_sums(self) -> None:
+        """DeepSpeed copies the sums of the parameters that the last micro-batch uses; here are the others'."""
+        optimizer = self.optimizer
+        used = optimizer._offload_boundary_param_ids
+        copied = {
+            param.ds_id
+            for group in optimizer.fp16_groups
+            for param in group
+            if optimizer.get_param_id(param) in optimizer.norm_for_param_grads
+        }
+        if missing := used - copied:
+            optimizer._offload_boundary_param_ids = missing
+            optimizer._finalize_offload_gradient_accumulation()
+            optimizer._offload_boundary_param_ids = used
 
     def _buffers(self, param: Any) -> Iterable[Tensor]:
         optimizer = self.optimizer
