@@ -6,7 +6,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from stepstack_deepspeed import plug
+from stepstack_deepspeed._plug_bf16 import Bf16
 from stepstack_deepspeed._plug_overrides import Overrides
+from stepstack_deepspeed._plug_stage0 import Fp16
+from stepstack_deepspeed._plug_stage3 import Stage3
+from stepstack_deepspeed._plug_stage12 import Stage12
 
 
 class DeepSpeedEngine:
@@ -68,6 +72,30 @@ def test_configurations_that_are_not_handled_are_refused_by_name(change, reason)
     vars(engine).update(change)
     with pytest.raises(ValueError, match=f"engines with {reason}"):
         plug(engine)
+
+
+class Muon:
+    """An optimizer by that name."""
+
+
+@pytest.mark.parametrize(
+    ("seam", "optimizer", "remedy"),
+    [
+        (Stage12, {"optimizer": Muon()}, '"type": "AdamW"'),
+        (Stage3, {"use_muon": True}, '"type": "AdamW"'),
+        (Bf16, {"_uses_muon": True}, '"type": "AdamW"'),
+        (Fp16, {"mpu": object()}, "without mpu"),
+        (Bf16, {"mpu": object()}, "without mpu"),
+        (Stage12, {"model_parallel_group": object()}, "without mpu"),
+        (Stage3, {"model_parallel_group": object()}, "without mpu"),
+        (Stage3, {"swap_optimizer": True}, '"device": "cpu" for "nvme" in offload_optimizer'),
+        (Stage3, {"params_in_nvme_and_cpu": True}, "in offload_optimizer and offload_param"),
+    ],
+)
+def test_a_refusal_says_what_to_write_instead(seam, optimizer, remedy):
+    plain = dict.fromkeys(("zenflow", "use_muon", "_uses_muon", "swap_optimizer", "params_in_nvme_and_cpu"), False)
+    engine = DeepSpeedEngine(SimpleNamespace(**({"optimizer": None} | plain | optimizer)))
+    assert remedy in seam.refusal(engine)
 
 
 def test_a_method_that_takes_something_else_is_refused():

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stepstack_deepspeed._plug_seam import Seam, divide_
+from stepstack_deepspeed._plug_seam import MODEL_PARALLELISM, MUON, Seam, divide_
 from stepstack_gradnorm import Part, total_norm
 
 
@@ -27,9 +27,9 @@ class Bf16(Seam):
     @staticmethod
     def refusal(engine: Any) -> str | None:
         if engine.optimizer._uses_muon:
-            return "Muon's updates are no gradients any more when they are measured"
+            return MUON
         if engine.optimizer.mpu is not None:
-            return "model parallelism (an mpu)"
+            return MODEL_PARALLELISM
         return None
 
     def step(self) -> None:

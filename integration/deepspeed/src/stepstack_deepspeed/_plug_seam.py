@@ -12,6 +12,16 @@ from stepstack_clip import clip_coefficient, multiply_
 from stepstack_deepspeed._plug_adam import InnerAdam
 from stepstack_deepspeed._plug_overrides import Overrides
 
+# Refusals that several optimizers share.
+MUON = (
+    "Muon's updates are no gradients any more when they are measured; give deepspeed.initialize an Adam "
+    '("optimizer": {"type": "AdamW"} in its config), or train without plug'
+)
+MODEL_PARALLELISM = (
+    "model parallelism (an mpu); call deepspeed.initialize without mpu, with the whole model on every rank "
+    "(ZeRO stage 3 shards it), or train without plug"
+)
+
 
 class Seam:
     """One step of a DeepSpeed optimizer, as far as we do it.

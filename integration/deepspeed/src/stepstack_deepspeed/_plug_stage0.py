@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepstack_deepspeed._plug_overrides import Overrides
-from stepstack_deepspeed._plug_seam import Seam, divide_, joined
+from stepstack_deepspeed._plug_seam import MODEL_PARALLELISM, Seam, divide_, joined
 from stepstack_gradnorm import total_norm
 
 
@@ -84,7 +84,7 @@ class _Half(_WholeStep):
     @staticmethod
     def refusal(engine: Any) -> str | None:
         if engine.optimizer.mpu is not None:
-            return "model parallelism (an mpu)"
+            return MODEL_PARALLELISM
         if any(getattr(engine.optimizer, name, False) for name in ("fused_adam_legacy", "fused_lamb_legacy")):
             return "legacy fusion: its inner optimizer unscales by itself"
         has_grads = any(param.grad is not None for group in engine.optimizer.fp16_groups for param in group)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepstack_deepspeed._plug_overrides import Overrides
-from stepstack_deepspeed._plug_seam import Seam, divide_, here
+from stepstack_deepspeed._plug_seam import MODEL_PARALLELISM, MUON, Seam, divide_, here
 from stepstack_gradnorm import Part, total_norm
 
 
@@ -37,9 +37,9 @@ class Stage12(Seam):
         if optimizer.zenflow:
             return "ZenFlow updates a part of the parameters on its own"
         if "muon" in type(optimizer.optimizer).__name__.lower():
-            return "Muon's updates are no gradients any more when they are measured"
+            return MUON
         if optimizer.model_parallel_group is not None:
-            return "model parallelism (an mpu)"
+            return MODEL_PARALLELISM
         return None
 
     def attach(self, overrides: Overrides) -> None:

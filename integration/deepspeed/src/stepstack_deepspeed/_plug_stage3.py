@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepstack_deepspeed._plug_overrides import Overrides
-from stepstack_deepspeed._plug_seam import Seam, divide_, joined
+from stepstack_deepspeed._plug_seam import MODEL_PARALLELISM, MUON, Seam, divide_, joined
 from stepstack_gradnorm import Part, total_norm
 
 
@@ -42,11 +42,14 @@ class Stage3(Seam):
         if optimizer.zenflow:
             return "ZenFlow updates a part of the parameters on its own"
         if optimizer.use_muon:
-            return "Muon's updates are no gradients any more when they are measured"
+            return MUON
         if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
-            return "gradients or parameters on NVMe are not in memory to be measured"
+            return (
+                "gradients or parameters on NVMe are not in memory to be measured; write "
+                '"device": "cpu" for "nvme" in offload_optimizer and offload_param, or train without plug'
+            )
         if optimizer.model_parallel_group is not None:
-            return "model parallelism (an mpu)"
+            return MODEL_PARALLELISM
         ranks = dist.get_process_group_ranks(optimizer.dp_process_group)
         if any(dist.get_process_group_ranks(group) != ranks for group in optimizer.sub_group_process_groups):
             return "parameters that are partitioned over different groups"
