@@ -19,6 +19,7 @@ CASES = [
     *(stock.Case(stage, dtype, offload=True) for stage in (1, 2, 3) for dtype in stock.DTYPES),
     *(stock.Case(stage, "bf16", more=UNCHECKED) for stage in (0, 3)),  # where DeepSpeed checks all the same
     stock.Case(1, "bf16", more=FP32_GRADS),
+    *(stock.Case(stage, "bf16", offload=True, more=FP32_GRADS) for stage in (1, 2)),
     stock.Case(2, zero={"compute_grad_norm": False}, clip="off"),
 ]
 

@@ -74,6 +74,8 @@ class Stage12(Seam):
             self._zero_stale()
         self._stale_are_zero = False
         self.stock_step()
+        if self.optimizer.cpu_offload:  # sums in fp32 outlive a step that DeepSpeed skips
+            self.optimizer.averaged_gradients = dict.fromkeys(self.optimizer.averaged_gradients)
 
     def _note_grad(self, param: Any) -> None:
         self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = 0.0
