@@ -79,6 +79,8 @@ def check_listed(kind, rank=0):
         assert not result.requires_grad
     norm = torch.linalg.vector_norm(part)
     torch.testing.assert_close(norm.full_tensor() if kind is DTensor else norm, torch.arange(200.0).norm())
+    if kind is DTensor:  # written between backward and step only
+        param.square().sum().backward()
     part.mul_(2)
     if rank == 0:
         torch.testing.assert_close(param.detach()[:3], torch.tensor([0.0, 2.0, 4.0]))

@@ -13,6 +13,7 @@ from stepstack_sharded_states._mesh import Ranks, this_rank
 from stepstack_sharded_states._norms import Norms
 from stepstack_sharded_states._owners import own
 from stepstack_sharded_states._sharded_grad import ShardedGrad
+from stepstack_sharded_states._written import brought, check_unwritten, unseen
 
 
 class Backward:
@@ -49,6 +50,7 @@ class Backward:
         self.check_open()
         self._check_last_backward()
         self._follow_the_caller()
+        self._take_out_added()
         for bucket in self.buckets:
             bucket.gradients.check_settled(bucket.members)
             for member in bucket.members:
@@ -114,6 +116,15 @@ class Backward:
             )
         self.close(f"its parameter {name!r} was given to another ShardedOptimizer, which trains it now")
 
+    def brought(self) -> None:
+        """All ranks have, or are about to get, what is in the shards now."""
+        brought(self.buckets)
+
+    def check_writable(self, member: Member) -> None:
+        """Raise RuntimeError if no step is about to bring to other ranks what is written to a shard."""
+        if self._newest is None and self._closed is None:
+            raise RuntimeError(unseen(member, "is to be"))
+
     def check_open(self) -> None:
         """Raise RuntimeError if the optimizer was closed."""
         if self._closed is not None:
@@ -148,6 +159,8 @@ class Backward:
             for handle in handles:
                 self._give_back.append(weakref.finalize(self, handle.remove))  # the model may outlive its optimizer
             self._give_back.append(weakref.finalize(self, member.hide))
+            if member.ranks.shards > 1:
+                member.shard.before_writing = _before_writing(ours, member)  # type: ignore[attr-defined]
 
     def _prepare(self, bucket: Bucket, member: Member) -> None:
         if not member.in_place or member.group is None:
@@ -171,6 +184,7 @@ class Backward:
         self._start_afresh()
         reduces = self.synchronising or bucket.gradients.reduces_always
         if reduces and self._end is None:
+            check_unwritten(self.buckets)
             self.before_reducing()
         listed = member.group is not None
         if bucket.launched and listed:
@@ -205,10 +219,20 @@ class Backward:
 
     def _start_afresh(self) -> None:
         if self._stepped:
+            self._take_out_added()
             new = [(m, m.param.grad) for bucket in self.buckets for m in bucket.members if m.is_new()]
             self.zero_grad(set_to_none=True)
             for member, grad in new:
                 member.param.grad = grad
+
+    def _take_out_added(self) -> None:
+        """Let what the caller has added in place to a `.grad` that stood for none be as if assigned to it."""
+        for bucket in self.buckets:
+            for member in bucket.gradients.added_by_hand(bucket.members):
+                assert member.whole is not None
+                member.param.grad = member.whole.clone()
+                member.whole.zero_()
+                member.version = member.whole_version
 
     def _follow_the_caller(self) -> None:
         """A `.grad` that was ours and is None has been forgotten by the caller (`model.zero_grad()`); one that was made
@@ -319,6 +343,17 @@ def _take_from_group(member: Member) -> None:
         member.shard_grad.copy_(grad.detach())
         member.gradients.settled([member])
         member.show(member.shard_grad)
+
+
+def _before_writing(backward: "weakref.ref[Backward]", member: Member) -> Callable[[], None]:
+    of = weakref.ref(member)  # which has what this is kept by
+
+    def before_writing() -> None:
+        alive, written = backward(), of()
+        if alive is not None and written is not None:
+            alive.check_writable(written)
+
+    return before_writing
 
 
 def _nothing() -> None:

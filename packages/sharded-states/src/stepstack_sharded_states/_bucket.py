@@ -63,6 +63,8 @@ class Member:
     """The slice holds the mean, which callers may look at."""
     displayed: bool = False
     """`.grad` was given `whole` or `sharded`, and if it is None now, that is the caller's doing."""
+    shard_version: int = 0
+    """That `shard` had when all ranks last had what is in it."""
     version: int = 0
     """That `whole` had after the reduction."""
     norms: Norms = field(init=False)

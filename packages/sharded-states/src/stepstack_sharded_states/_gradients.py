@@ -167,6 +167,10 @@ class Gradients:
         self._changes += 1
         self.spent = False
 
+    def added_by_hand(self, members: Sequence["Member"]) -> list["Member"]:
+        """Those without a gradient in whose `.grad`, a view that is zero then, the caller has written one."""
+        return []
+
     def check_settled(self, members: Sequence["Member"]) -> None:
         """Raise RuntimeError if somebody has changed what is not there to be changed."""
 
@@ -280,7 +284,18 @@ class ViewedGradients(Gradients):
     def settled(self, members: Sequence["Member"]) -> None:
         super().settled(members)
         for member in members:
+            if member.used:  # else it is what the caller has added
+                member.version = member.whole_version
+
+    def added_by_hand(self, members: Sequence["Member"]) -> list["Member"]:
+        written = [m for m in members if not m.used and m.group is not None and m.version != m.whole_version]
+        if not written or (self._buffer.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return []
+        for member in written:
             member.version = member.whole_version
+        # A wait for the device, where clipping scales zeros, say: those must not count as gradients.
+        anything = torch.stack([member.place_in(self._buffer).any() for member in written]).tolist()
+        return [member for member, there in zip(written, anything, strict=True) if there]
 
     def check_settled(self, members: Sequence["Member"]) -> None:
         if self._ranks.size > 1 and self._reduced:
@@ -301,6 +316,7 @@ class ViewedGradients(Gradients):
         for member in members:
             if member.group is not None:
                 member.display(reduced=True)
+            member.version = member.whole_version
 
     def _begin(self) -> None:
         """What is in the buffer is to be added to, so it holds nothing that has been reduced."""

@@ -1,7 +1,7 @@
 """Where each parameter lies in a flat buffer, and which part of it each shard owns. Pure arithmetic on ints.
 
 A bucket is `shards` equal slices. Parameters lie in it one behind the other, each in a whole number of blocks of 64
-elements: the rest of its last block is padding, which is zero and stays zero. So every piece, the part of a parameter
+elements: the rest of its last block is padding, whose gradient is zero. So every piece, the part of a parameter
 in one slice, is a whole number of blocks too, and the pieces of a slice touch: what runs over them runs as over one.
 The last block of a bucket is kept free, for what ranks tell each other in a reduction.
 """

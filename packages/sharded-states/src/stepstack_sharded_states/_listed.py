@@ -5,6 +5,8 @@ lists, and many a loop clips what isn't frozen. A part is in no graph, so a flag
 """
 
 import copy
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ class _Listed:
     of: Parameter
     plain: Tensor
     """The same memory, without the flag."""
+    before_writing: Callable[[], None] | None = None
+    """Called in front of a write to it; may refuse."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is a tensor like others
 
@@ -33,10 +37,17 @@ class _Listed:
 
     @property
     def data(self) -> Tensor:
-        return self.plain.detach()
+        data = self.plain.detach()
+        if isinstance(data, DTensor):
+            shown: Any = data  # of which a write is noticed, too
+            shown.__class__ = _DataOfListed
+            shown.of, shown.plain, shown.before_writing = self.of, self.plain.detach(), self.before_writing
+        return data
 
     @data.setter
     def data(self, other: Tensor) -> None:
+        if self.before_writing is not None:
+            self.before_writing()
         with torch.no_grad():  # it is the model's memory, and stays there
             self.plain.copy_(other)
 
@@ -58,9 +69,31 @@ class _ListedTensor(_Listed, Tensor):  # type: ignore[misc]
 class _ListedDTensor(_Listed, DTensor):  # type: ignore[misc]
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        for listed in _written(func, args, kwargs or {}):
+            if listed.before_writing is not None:
+                listed.before_writing()
         # Without this, torch's own of a subclass of DTensor decides, which not all versions have.
-        args, kwargs = tree_map_only(cls, lambda listed: listed.plain, (tuple(args), kwargs or {}))
+        args, kwargs = tree_map_only(_ListedDTensor, lambda listed: listed.plain, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _DataOfListed(_ListedDTensor):
+    requires_grad = False
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[_ListedDTensor]:
+    """What a call of an operation of torch writes to, of what is listed."""
+    for place, name in _places_written(func):
+        given = args[place] if place < len(args) else kwargs.get(name)
+        for tensor in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(tensor, _ListedDTensor):
+                yield tensor
+
+
+@cache
+def _places_written(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(place, it.name) for place, it in arguments if it.alias_info is not None and it.alias_info.is_write]
 
 
 def listed(part: Tensor, param: Parameter) -> Tensor:

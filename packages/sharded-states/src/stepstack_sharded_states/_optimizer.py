@@ -339,6 +339,7 @@ class ShardedOptimizer(SavedStates):
         for bucket in self._backward.buckets:
             bucket.after_step()
         self._gather.start(reversed(self._backward.buckets), changed)  # forward needs first what backward reaches last
+        self._backward.brought()
         copy_options(self._inner.param_groups, self.param_groups)
         self._listing.show_states(self.state)
 
