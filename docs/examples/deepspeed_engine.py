@@ -61,6 +61,7 @@ def main():
     if losses:
         path = engine.save_checkpoint(options.out, client_state={"loss": mean_of_last(losses)})
         say(f"{path}. To go on: --resume {options.out}, on as many processes and in whatever stage you like.")
+    engine.destroy()
     dist.destroy_process_group()
 
 

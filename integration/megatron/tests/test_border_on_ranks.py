@@ -225,6 +225,8 @@ def test_what_is_not_handled_is_refused_by_name_and_nothing_has_changed(engine):
             subclass = type("Custom", (type(member),), {})
             said.append(refusal(subclass(member.optimizer, member.config, member.init_state_fn), TypeError))
             said.append(refusal(type(optimizer)([]), ValueError))
+            with mock.patch.object(megatron.core, "__version__", "0.19.2+1a2b3c4"), plug(optimizer):
+                pass  # a version that is handled, with the commit of a checkout
             with mock.patch.object(megatron.core, "__version__", "0.20.0"):
                 said.append(refusal(optimizer, RuntimeError))
             for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):

@@ -33,7 +33,8 @@ def members_of(optimizer: Any) -> list[Any]:
             "themselves and not subclasses"
         )
     version = getattr(sys.modules.get("megatron.core"), "__version__", "of unknown version")
-    if version not in VERSIONS:
+    # Since 0.19 it adds the commit of whatever checkout it is installed in: 0.19.2+1a2b3c4.
+    if version.partition("+")[0] not in VERSIONS:
         raise RuntimeError(f"{_here()}: megatron-core {version}; this was made for {', '.join(VERSIONS)}")
     members = list(optimizer.chained_optimizers) if kind_of(optimizer) == CHAINED else [optimizer]
     if not members:
