@@ -44,7 +44,7 @@ ADAM = {"lr": 1e-4, "weight_decay": 0.1}
 
 def ours(model, dtype, *, overlap_gather=False, **options):
     if dtype is torch.bfloat16:  # of its own accord it compiles from 16 M elements a rank on
-        options |= {"master_weights": "fp32", "backend": "compiled"}
+        options["master_weights"] = "fp32"
     optimizer = ShardedOptimizer(model.to(dtype).parameters(), FusedAdamW, **ADAM, **options)
     if overlap_gather:
         optimizer.overlap_gather(model)

@@ -57,7 +57,7 @@ def main() -> None:
 
 def mixed(numel: int, rounds: int) -> None:
     """bf16 parameters and gradients with fp32 masters: norm, clip and step."""
-    ours, grad = bf16(numel, **MASTERS, backend="compiled")
+    ours, grad = bf16(numel, **MASTERS)
     (param,) = ours.param_groups[0]["params"]
 
     def norm_clip_step() -> None:
@@ -93,7 +93,7 @@ def narrow(numel: int, rounds: int) -> None:
     forms["remainders, 8-bit moments"] = {**REMAINDERS, **CODES}
     steps = {}
     for name, options in forms.items():
-        optimizer, _ = bf16(numel, **options, backend="compiled")
+        optimizer, _ = bf16(numel, **options)
         optimizer.warm_up()
         optimizer.step()
         state = next(iter(optimizer.state.values()))

@@ -207,10 +207,11 @@ def without_native(monkeypatch):
     monkeypatch.setattr(_native, "is_here", lambda: False)
 
 
-def test_auto_takes_the_native_kernel_on_cpus_for_whatever_it_does(monkeypatch):
+def test_auto_takes_the_native_kernel_on_cpus_where_torchs_is_more_than_one_pass(monkeypatch):
     monkeypatch.setattr(_native, "is_here", lambda: True)
     runs = [run_like(10), run_like(2**20, torch.float32, Precision()), run_like(10, torch.float64, Precision())]
-    assert assign("auto", runs, [run.dtype for run in runs]) == [NativeStep, NativeStep, TorchStep]
+    assert assign("auto", runs, [run.dtype for run in runs]) == [NativeStep, TorchStep, TorchStep]
+    assert assign("auto", runs[1:2], [torch.bfloat16]) == [NativeStep]
 
 
 @pytest.mark.usefixtures("without_native")

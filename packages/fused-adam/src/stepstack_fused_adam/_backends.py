@@ -70,7 +70,8 @@ def assign(backend: str, runs: Sequence[Run], grad_dtypes: Sequence[torch.dtype]
     if backend == "native":
         return [_natively(*case) for case in cases]
     if runs[0].device.type == "cpu" and _native.is_here():
-        return [TorchStep if _native.refuses(*case) else NativeStep for case in cases]
+        # Where torch's kernel is one pass too, it is the faster one: its vectors are as wide as the CPU has them.
+        return [TorchStep if takes(*case) or _native.refuses(*case) else NativeStep for case in cases]
     numel = sum(run.numel for run, dtype in cases if _is_for_compiler(run, dtype))
     compiles = numel >= _WORTH_COMPILING and _compiler.missing(runs[0].device) is None
     return [_automatic(*case, compiles) for case in cases]

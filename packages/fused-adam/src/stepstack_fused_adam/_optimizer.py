@@ -59,8 +59,8 @@ class FusedAdamW(torch.optim.AdamW):
     - "compiled": the definition through `torch.compile`, one pass over memory in every precision. The first step waits
       for the compiler, or `warm_up` does; where it fails, "torch" takes over with one warning
     - "apex", "transformer_engine": their capturable kernels, for what those do (else a ValueError)
-    - "auto": on CPUs "native". On a GPU torch's kernel where it does it in one pass; "compiled" for large models where
-      there is a compiler; else one of the two libraries if the program has imported it, else "torch"
+    - "auto": torch's kernel where it does it in one pass. Else, on CPUs "native"; on a GPU "compiled" for large models
+      where there is a compiler, else one of the two libraries if the program has imported it, else "torch"
     They agree to a few units in the last place of the update's dtype.
     """
 
