@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepstack_fused_adam import FusedAdamW, _native, backends
-from stepstack_fused_adam._definition import update_
+from stepstack_fused_adam._definition import update_, weight
 from stepstack_fused_adam._hyperparameters import Hyperparameters
 from stepstack_fused_adam._native import NativeStep
 from stepstack_fused_adam._run import run_of
@@ -89,8 +89,6 @@ def assert_close(run, param, other_run, other_param, grad):
 
 
 def weights_of(run, param):
-    from stepstack_fused_adam._definition import weight
-
     return weight(param, run.states)
 
 
